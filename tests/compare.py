@@ -1,0 +1,75 @@
+"""How results are compared. Integers and untouched bytes: bitwise. Floats: never worse than twice plain PyTorch in the same dtype.
+
+Why 2 x: PyTorch's own error in that dtype says how much rounding the computation brings at these inputs; another order of the same
+operations may be unlucky where PyTorch is lucky, so a factor is needed, and 2 is the smallest that FlashAttention's years of use found enough.
+The floor (twice the rounding of one harmless addition in the output's dtype) covers inputs where PyTorch happens to be exact.
+"""
+
+import torch
+
+
+def where(index, shape) -> list[int]:
+    return [int(i) for i in torch.unravel_index(torch.tensor(int(index)), shape)]
+
+
+def floor(ref64, dtype) -> float:
+    """Twice the rounding error of adding 0.3 and taking it away again in ``dtype``, at the values of ``ref64``.
+
+    ``dtype`` float8: PyTorch has no arithmetic there, so twice the rounding of the value itself.
+    """
+    ref64 = ref64[ref64.isfinite()]
+    if ref64.numel() == 0:
+        return 0.0
+    low = ref64.to(dtype)
+    if dtype.itemsize > 1:
+        low = (low + 0.3) - 0.3
+    return 2 * float((low.double() - ref64).abs().max())
+
+
+def assert_as_good_as_torch(out, torch_out, ref64, what="out"):
+    """``out`` is at most 2 x as far from the float64 reference as ``torch_out``, plain PyTorch in the same dtype, is."""
+    assert out.shape == ref64.shape == torch_out.shape, f"{what}: shape {list(out.shape)}, reference {list(ref64.shape)}"
+    assert out.dtype == torch_out.dtype, f"{what}: dtype {out.dtype}, must be {torch_out.dtype}"
+    got, yardstick = out.detach().cpu().double(), torch_out.cpu().double()
+    assert_same_specials(got, ref64, what)
+    if got.numel() == 0:
+        return
+    finite = ref64.isfinite()
+    error = torch.where(finite, (got - ref64).abs(), 0.0)
+    allowed = 2 * float(torch.where(finite, (yardstick - ref64).abs(), 0.0).max()) + floor(ref64, out.dtype)
+    worst = error.flatten().argmax()
+    if error.flatten()[worst] > allowed:
+        at = where(worst, got.shape)
+        rows = (error > allowed).flatten(0, -2).any(-1).sum() if got.dim() > 1 else 0
+        raise AssertionError(
+            f"{what}{at} is {float(got.flatten()[worst]):.8g}, reference {float(ref64.flatten()[worst]):.8g}: error "
+            f"{float(error.flatten()[worst]):.3g}, allowed {allowed:.3g} (2 x PyTorch's + floor); {int(rows)} rows are off"
+        )
+
+
+def assert_same_specials(got, ref64, what):
+    """NaN and Inf stand where the reference has them, and nowhere else."""
+    for name, test in (("NaN", torch.isnan), ("+Inf", torch.isposinf), ("-Inf", torch.isneginf)):
+        wrong = test(got) != test(ref64)
+        if wrong.any():
+            at = where(wrong.flatten().nonzero()[0], got.shape)
+            raise AssertionError(f"{what}{at} is {float(got[tuple(at)])}, reference {float(ref64[tuple(at)])}: {name} differs")
+
+
+def assert_equal(out, expected, what="out"):
+    """Bitwise equality, the first difference named."""
+    assert out.shape == expected.shape, f"{what}: shape {list(out.shape)}, must be {list(expected.shape)}"
+    assert out.dtype == expected.dtype, f"{what}: dtype {out.dtype}, must be {expected.dtype}"
+    out = out.detach().cpu()
+    wrong = bits(out) != bits(expected)
+    if wrong.any():
+        at = where(wrong.flatten().nonzero()[0], out.shape)
+        raise AssertionError(f"{what}{at} is {out[tuple(at)].item()}, must be {expected[tuple(at)].item()}; {int(wrong.sum())} differ")
+
+
+def bits(tensor):
+    """The tensor's bit patterns as integers."""
+    if not (tensor.is_floating_point()):
+        return tensor
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(integer)
