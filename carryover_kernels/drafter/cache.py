@@ -19,7 +19,7 @@ class DrafterState:
         seq_lens: [S + 1] i32, committed keys; also the position of the next block's anchor, since positions start at 0 here.
     """
 
-    def __init__(self, config: DrafterConfig, max_requests, page_size, num_pages, carry, dtype, cache_dtype, carry_dtype, device):
+    def __init__(self, config: DrafterConfig, max_requests, page_size, num_pages, carry, cache_dtype, carry_dtype, device):
         for name, value in (("max_requests", max_requests), ("page_size", page_size), ("num_pages", num_pages)):
             if value < 1:
                 raise ValueError(f"new_state: {name} is {value}, must be at least 1")
@@ -30,6 +30,7 @@ class DrafterState:
         def pages(geometry):
             return torch.zeros(num_pages, page_size, geometry.num_kv_heads, geometry.head_dim, dtype=cache_dtype, device=device)
 
+        self._place = {layer: (group, index) for group, layers in enumerate(config.groups) for index, layer in enumerate(layers)}
         self.k_cache, self.v_cache = [pages(g) for g in geometries], [pages(g) for g in geometries]
         self.carry_k, self.carry_v = [], []
         for group in config.groups if carry else ():
@@ -104,6 +105,49 @@ class DrafterState:
     def slot_ids(self, slots) -> torch.Tensor:
         """``slots`` (list or tensor) as the [R] i32 tensor that the ops take."""
         return torch.as_tensor(slots, dtype=torch.int32, device=self.device).contiguous()
+
+    def carry_of(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """carry_k and carry_v of ``layer``, [S, C, Hkv, D] each; None without carry."""
+        if not self.carry:
+            return None, None
+        group, index = self._place[layer]
+        return self.carry_k[group][index], self.carry_v[group][index]
+
+    def slot_mapping(self, slots, query_start_loc, num_rejected, positions) -> torch.Tensor:
+        """[T] i64: flat cache slot of each verify row from its request's pages, -1 where there is none.
+
+        Raises:
+            ValueError: a committed row has none (seen on a CPU alone: elsewhere it would need a sync).
+        """
+        rows, requests = torch.arange(positions.shape[0], device=self.device), slots.shape[0]
+        if query_start_loc.shape[0] != requests + 1:
+            raise ValueError(f"absorb: query_start_loc has {query_start_loc.shape[0]} entries, must have {requests + 1}: slots names {requests}")
+        if requests == 0 or positions.shape[0] == 0:
+            return torch.full_like(positions, -1)
+        owner = torch.bucketize(rows, query_start_loc[1:].long(), right=True)  # the request whose rows these are, R = nobody's
+        owned = (owner < requests) & (rows >= query_start_loc[0])
+        owner = owner.clamp(max=requests - 1)
+        slot = slots[owner].long()
+        page = positions // self.page_size
+        in_table = (positions >= 0) & (page < self.block_table.shape[1])
+        page_id = self.block_table[slot, page.clamp(0, self.block_table.shape[1] - 1)].long()
+        held = owned & in_table & (slot >= 0) & (page_id >= 0)
+        if self.device.type == "cpu":
+            committed = rows < (query_start_loc[1:] - num_rejected)[owner]
+            lost = owned & committed & (slot >= 0) & ~held
+            if lost.any():
+                row = int(lost.nonzero()[0])
+                raise ValueError(
+                    f"absorb: positions[{row}] is {int(positions[row])}, must be below the tokens that slot {int(slot[row])} has reserved, "
+                    f"{self.num_reserved(int(slot[row]))}"
+                )
+        return torch.where(held, page_id * self.page_size + positions % self.page_size, -1)
+
+    def advance(self, slots, query_start_loc, block_start) -> None:
+        """Set the committed lengths of ``slots`` to ``block_start``; requests without rows keep theirs."""
+        index = slots.long()  # -1 is the scratch row
+        moved = query_start_loc[1:] > query_start_loc[:-1]
+        self.seq_lens[index] = torch.where(moved, block_start.int(), self.seq_lens[index])
 
     def num_reserved(self, slot: int) -> int:
         """Committed tokens that ``slot`` has room for."""
