@@ -1,0 +1,87 @@
+"""``generate``: prompts in, the target's own continuations out."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ..drafter import CarryoverDrafter
+from .sampling import check_sampling, request_seed
+from .session import DecodingError, DecodingSession, Interrupted, Request
+from .target import Target
+
+
+def generate(
+    target: Target,
+    drafter: CarryoverDrafter | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int] = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | Sequence[int] = 0,
+    stop_tokens: Iterable[int] | None = None,
+    stream: Callable | None = None,
+    carryover: bool | None = None,
+    num_draft_tokens: int | None = None,
+    max_requests: int = 8,
+    method: str = "rejection",
+    page_size: int = 16,
+    timing: bool = True,
+) -> list[Request]:
+    """Complete ``prompts``; greedy output is the target's own greedy output, sampled output has the target's distribution.
+
+    In float32 greedy equality holds token for token unless two of the target's logits lie within rounding of each other: a pass over many
+    rows adds in another order than a pass over one (report R53). Sampling never depends on the drafter beyond speed.
+
+    Args:
+        prompts: token ids of each prompt.
+        max_new_tokens: for all, or one for each prompt.
+        seed: for all (each prompt draws its own stream from it), or one for each prompt, taken as they are.
+        max_requests: how many decode together; others join as these finish.
+        temperature, top_p, stop_tokens, stream: as for ``DecodingSession.join``; the rest as for ``DecodingSession``.
+
+    Returns: one ``Request`` a prompt, in order, with tokens, origins, finish_reason and stats.
+
+    Raises:
+        ValueError: an argument out of range, named in one sentence; nothing was generated.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; its ``requests`` hold what was done.
+        DecodingError: the target gave logits that are not finite; its ``requests`` hold what was done.
+    """
+    limits = _one_each("max_new_tokens", max_new_tokens, len(prompts))
+    seeds = _one_each("seed", seed, len(prompts)) if not isinstance(seed, int) else [request_seed(seed, i) for i in range(len(prompts))]
+    check_sampling(temperature, top_p, seed if isinstance(seed, int) else 0)
+    stops = None if stop_tokens is None else frozenset(stop_tokens)
+    longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits)), default=1)
+    session = DecodingSession(
+        target, drafter, max(1, min(max_requests, len(prompts))) if max_requests > 0 else max_requests, longest, page_size, carryover,
+        num_draft_tokens, method, timing,
+    )  # fmt: skip
+    # Every prompt is checked before the first pass.
+    wanted = []
+    for index, (prompt, limit, one_seed) in enumerate(zip(prompts, limits, seeds)):
+        wanted.append(session._new_request(prompt, limit, temperature, top_p, one_seed, stops, stream))
+        wanted[-1].index = index
+    try:
+        with torch.no_grad():
+            for request in wanted:
+                while len(session.active) >= session.max_requests:
+                    session.step()
+                session._admit(request)
+            while session.active:
+                session.step()
+    except KeyboardInterrupt:
+        raise Interrupted(wanted) from None
+    except DecodingError as error:
+        error.requests = wanted
+        raise
+    finally:
+        session.close()
+        for request in wanted:
+            request.finish_reason = request.finish_reason or "interrupted"
+    return wanted
+
+
+def _one_each(name: str, value, count: int) -> list[int]:
+    values = [value] * count if isinstance(value, int) else list(value)
+    if len(values) != count:
+        raise ValueError(f"generate: {name} has {len(values)} values, must have {count}: one a prompt")
+    return values
