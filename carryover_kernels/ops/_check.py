@@ -77,3 +77,63 @@ class Checker:
         if present and len(present) != len(arguments):
             absent = next(name for name, value in arguments.items() if value is None)
             self.fail(f"{absent} is None, must be given when {present[0]} is")
+
+
+class Values:
+    """Checks that read values, and so sync: ids in range, lengths within tables, finite inputs. Run under ``CARRYOVER_CHECK=1``."""
+
+    def __init__(self, op: str):
+        self.op = op
+
+    def fail(self, sentence: str):
+        raise ValueError(f"{self.op}: {sentence}")
+
+    def _first(self, name: str, tensor, wrong, rule: str):
+        if wrong.numel() and bool(wrong.any()):
+            index = wrong.nonzero()[0].tolist()
+            value = tensor[tuple(index)].item()
+            self.fail(f"{name}{index} is {value}, must be {rule}")
+
+    def at_least(self, name: str, tensor, least, where=None):
+        wrong = tensor < least
+        self._first(name, tensor, wrong if where is None else wrong & where, f"at least {least}")
+
+    def below(self, name: str, tensor, bound: int, what: str, where=None):
+        """Entries are below ``bound``, which is ``what``; negative ones mean skip or padding and pass."""
+        wrong = tensor >= bound
+        self._first(name, tensor, wrong if where is None else wrong & where, f"below {bound}: {what}")
+
+    def at_most(self, name: str, tensor, bounds, what: str):
+        wrong = tensor > bounds
+        if bool(wrong.any()):
+            index = wrong.nonzero()[0].tolist()
+            most = bounds if isinstance(bounds, int) else bounds[tuple(index)].item()
+            self.fail(f"{name}{index} is {tensor[tuple(index)].item()}, must be at most {most}: {what}")
+
+    def finite(self, name: str, tensor, where=None, allow_minus_inf: bool = False):
+        values = tensor.float()
+        wrong = ~values.isfinite()
+        if allow_minus_inf:
+            wrong &= values != float("-inf")
+        if where is not None:
+            wrong &= where.view(-1, *[1] * (tensor.dim() - 1))
+        self._first(name, tensor, wrong, "finite" + (" or -inf" if allow_minus_inf else ""))
+
+    def row_bounds(self, query_start_loc, rows: int | None):
+        """``query_start_loc`` starts at 0 or above, never falls, and stays within the ``rows`` packed rows."""
+        self.at_least("query_start_loc", query_start_loc, 0)
+        falls = query_start_loc[1:] < query_start_loc[:-1]
+        if bool(falls.any()):
+            r = int(falls.nonzero()[0]) + 1
+            self.fail(
+                f"query_start_loc[{r}] is {query_start_loc[r].item()}, must be at least {query_start_loc[r - 1].item()}: it never decreases"
+            )
+        if rows is not None:
+            self.at_most("query_start_loc", query_start_loc, rows, "the packed rows")
+
+    def distinct(self, name: str, tensor, bound: int):
+        """No entry of 0..bound-1 occurs twice: two owners would overwrite each other."""
+        named = tensor[(tensor >= 0) & (tensor < bound)]
+        values, counts = named.unique(return_counts=True)
+        if bool((counts > 1).any()):
+            self.fail(f"{name} names {values[counts > 1][0].item()} twice, must name each slot at most once")

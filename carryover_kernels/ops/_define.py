@@ -2,20 +2,27 @@
 
 import torch
 
+from .. import _env
+
 NAMESPACE = "carryover_kernels"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 NAMES: list[str] = []
+_DEBUG = {}  # op -> (fake, check_values)
 
 
-def define(name: str, schema: str, fake) -> "torch._ops.OpOverload":
+def define(name: str, schema: str, fake, check_values) -> "torch._ops.OpOverload":
     """Define ``carryover_kernels::name`` with its fake implementation and return its default overload.
+
+    ``fake`` and ``check_values`` take the op's arguments in schema order; the latter reads values and runs under ``CARRYOVER_CHECK=1`` alone.
 
     ``Library.define`` rather than the ``custom_op`` decorator: about 3 µs a call against 16 (DESIGN section 3).
     """
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     NAMES.append(name)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _DEBUG[op] = (fake, check_values)
+    return op
 
 
 def call(op, *args):
@@ -23,6 +30,10 @@ def call(op, *args):
 
     C++ checks arrive as ``RuntimeError`` with the function, file and line in front and a trace behind: only the sentence is kept.
     """
+    if not torch.compiler.is_compiling() and _env.check_values():
+        fake, check_values = _DEBUG[op]
+        fake(*args)  # shapes and dtypes first: the checks of values rely on them
+        check_values(*args)
     try:
         return op(*args)
     except RuntimeError as error:

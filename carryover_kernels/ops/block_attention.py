@@ -2,7 +2,7 @@
 
 import torch
 
-from ._check import ACTIVATIONS, CACHES, FLOAT32, INT32, INT64, Checker
+from ._check import ACTIVATIONS, CACHES, FLOAT32, INT32, INT64, Checker, Values
 from ._define import call, define
 
 SCHEMA = (
@@ -62,7 +62,41 @@ def _fake(
     return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-_OP = define("block_attention", SCHEMA, _fake)
+def _check_values(
+    q, k_block, v_block, k_cache, v_cache, block_table, seq_lens, carry_k, carry_v, carry_lens, carry_slot_ids, block_start,
+    carry_positions, scale, causal, window_left, window_right, sinks, softcap, k_scale, v_scale, num_splits, return_lse,
+):  # fmt: skip
+    check = Values("block_attention")
+    live = seq_lens >= 0
+    for name, tensor in (("q", q), ("k_block", k_block), ("v_block", v_block)):
+        check.finite(name, tensor, where=live)
+    pages, page = k_cache.shape[:2]
+    check.at_most("seq_lens", seq_lens, block_table.shape[1] * page, "P * page")
+    used = torch.arange(block_table.shape[1], device=seq_lens.device) * page < seq_lens[:, None]
+    check.at_least("block_table", block_table, 0, where=used)
+    check.below("block_table", block_table, pages, "pages", where=used)
+    for r, length in enumerate(seq_lens.tolist()):
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            keys = cache[block_table[r, : -(-max(length, 0) // page)].long()].float().flatten(0, 1)[: max(length, 0)]
+            if not bool(keys.isfinite().all()):
+                check.fail(f"{name} has a value that is not finite among the {length} committed keys of request {r}, must be finite")
+    if carry_k is not None:
+        check.at_least("carry_lens", carry_lens, 0)
+        check.at_most("carry_lens", carry_lens, carry_k.shape[1], "C")
+        check.below("carry_slot_ids", carry_slot_ids, carry_k.shape[0], "carry slots")
+        for r, slot in enumerate(carry_slot_ids.tolist()):
+            rows = int(carry_lens[slot]) if slot >= 0 and bool(live[r]) else 0
+            for name, carried in (("carry_k", carry_k), ("carry_v", carry_v)):
+                if not bool(carried[slot, :rows].float().isfinite().all()):
+                    check.fail(f"{name} has a value that is not finite among the {rows} carried keys of slot {slot}, must be finite")
+    if block_start is not None:
+        check.at_least("block_start", block_start, 0, where=live)
+    for name, vector in (("sinks", sinks), ("k_scale", k_scale), ("v_scale", v_scale)):
+        if vector is not None:
+            check.finite(name, vector, allow_minus_inf=name == "sinks")
+
+
+_OP = define("block_attention", SCHEMA, _fake, _check_values)
 
 
 def block_attention(

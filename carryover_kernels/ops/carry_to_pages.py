@@ -2,7 +2,7 @@
 
 import torch
 
-from ._check import INT32, INT64, Checker
+from ._check import INT32, INT64, Checker, Values
 from ._define import call, define
 
 SCHEMA = (
@@ -31,7 +31,17 @@ def _fake(row_cache_slot, row_carry_slot, query_start_loc, block_table, seq_lens
     return torch.empty_like(row_cache_slot), row_cache_slot.new_empty(requests, num_block_rows), torch.empty_like(seq_lens)
 
 
-_OP = define("carry_to_pages", SCHEMA, _fake)
+def _check_values(row_cache_slot, row_carry_slot, query_start_loc, block_table, seq_lens, page_size, num_block_rows, slot_capacity):
+    check = Values("carry_to_pages")
+    check.row_bounds(query_start_loc, row_cache_slot.shape[0])
+    check.at_most("seq_lens", seq_lens, block_table.shape[1] * page_size, "P * page_size")
+    if slot_capacity is not None:
+        check.at_least("slot_capacity", slot_capacity, 0)
+        check.at_most("slot_capacity", slot_capacity, block_table.shape[1] * page_size, "P * page_size")
+        check.at_most("seq_lens", seq_lens, slot_capacity, "the request's slot_capacity")
+
+
+_OP = define("carry_to_pages", SCHEMA, _fake, _check_values)
 
 
 def carry_to_pages(

@@ -2,7 +2,7 @@
 
 import torch
 
-from ._check import INT32, Checker
+from ._check import INT32, Checker, Values
 from ._define import call, define
 
 SCHEMA = "(Tensor carry_slot_ids, Tensor(a!) carry_lens) -> ()"
@@ -18,7 +18,11 @@ def _fake(carry_slot_ids, carry_lens):
     _check(carry_slot_ids, carry_lens)
 
 
-_OP = define("clear_carry", SCHEMA, _fake)
+def _check_values(carry_slot_ids, carry_lens):
+    Values("clear_carry").below("carry_slot_ids", carry_slot_ids, carry_lens.shape[0], "carry slots")
+
+
+_OP = define("clear_carry", SCHEMA, _fake, _check_values)
 
 
 def clear_carry(carry_slot_ids: torch.Tensor, carry_lens: torch.Tensor) -> None:

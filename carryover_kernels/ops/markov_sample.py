@@ -2,7 +2,7 @@
 
 import torch
 
-from ._check import ACTIVATIONS, FLOAT32, INT64, Checker
+from ._check import ACTIVATIONS, FLOAT32, INT64, Checker, Values
 from ._define import call, define
 
 HEADS = ("none", "vanilla", "gated", "rnn")
@@ -81,7 +81,25 @@ def _fake(
     )
 
 
-_OP = define("markov_sample", SCHEMA, _fake)
+def _check_values(
+    base_logits, anchor_tokens, markov_w1, markov_w2, head, hidden, head_weight, head_bias, confidence_weight, confidence_bias,
+    draft_to_target, temperature, seeds, offsets, return_logits, return_probs,
+):  # fmt: skip
+    check = Values("markov_sample")
+    live = anchor_tokens >= 0
+    check.finite("base_logits", base_logits, where=live, allow_minus_inf=True)
+    if markov_w1 is not None:
+        check.below("anchor_tokens", anchor_tokens, markov_w1.shape[0], "rows of markov_w1")
+    if hidden is not None:
+        check.finite("hidden", hidden, where=live)
+    if draft_to_target is not None:
+        check.at_least("draft_to_target", draft_to_target + torch.arange(len(draft_to_target), device=draft_to_target.device), 0)
+    if temperature is not None:
+        check.finite("temperature", temperature)
+        check.at_least("temperature", temperature, 0)
+
+
+_OP = define("markov_sample", SCHEMA, _fake, _check_values)
 
 
 def markov_sample(

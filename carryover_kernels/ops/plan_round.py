@@ -2,7 +2,7 @@
 
 import torch
 
-from ._check import INT32, INT64, Checker
+from ._check import INT32, INT64, Checker, Values
 from ._define import call, define
 
 SCHEMA = (
@@ -38,7 +38,17 @@ def _fake(query_start_loc, num_rejected, positions, slot_mapping, carry_slot_ids
     )
 
 
-_OP = define("plan_round", SCHEMA, _fake)
+def _check_values(query_start_loc, num_rejected, positions, slot_mapping, carry_slot_ids, carry_lens, carry_capacity, carry_positions):
+    check = Values("plan_round")
+    check.row_bounds(query_start_loc, positions.shape[0])
+    check.at_least("num_rejected", num_rejected, 0)
+    check.at_most("num_rejected", num_rejected, query_start_loc.diff(), "the request's rows")
+    check.at_least("positions", positions, 0, where=slot_mapping >= 0)
+    check.below("carry_slot_ids", carry_slot_ids, carry_lens.shape[0], "carry slots")
+    check.distinct("carry_slot_ids", carry_slot_ids, carry_lens.shape[0])
+
+
+_OP = define("plan_round", SCHEMA, _fake, _check_values)
 
 
 def plan_round(

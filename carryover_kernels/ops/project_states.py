@@ -2,7 +2,7 @@
 
 import torch
 
-from ._check import ACTIVATIONS, CACHES, FLOAT32, INT64, Checker
+from ._check import ACTIVATIONS, CACHES, FLOAT32, INT64, Checker, Values
 from ._define import call, define
 
 SCHEMA = (
@@ -74,7 +74,32 @@ def _fake(
     )  # fmt: skip
 
 
-_OP = define("project_states", SCHEMA, _fake)
+def _check_values(
+    states, fc_weight, kv_weight, kv_bias, k_norm_weight, mark, mark_kv, rope_table, row_cache_slot, row_carry_slot, row_position,
+    k_cache, v_cache, carry_k, carry_v, norm_eps, k_norm_eps, neox, share_kv, v_norm, rope_parity, k_scale, v_scale,
+):  # fmt: skip
+    check = Values("project_states")
+    stored = (row_cache_slot >= 0) | (row_carry_slot >= 0)
+    check.finite("states", states, where=stored)
+    weights = dict(
+        fc_weight=fc_weight, kv_weight=kv_weight, kv_bias=kv_bias, k_norm_weight=k_norm_weight, mark=mark, mark_kv=mark_kv,
+        rope_table=rope_table, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    for name, weight in weights.items():
+        if weight is not None:
+            check.finite(name, weight)
+    slots = k_cache[0].shape[0] * k_cache[0].shape[1]
+    check.below("row_cache_slot", row_cache_slot, slots, "pages * page")
+    check.distinct("row_cache_slot", row_cache_slot, slots)
+    if carry_k is not None:
+        slots = carry_k.shape[1] * carry_k.shape[2]
+        check.below("row_carry_slot", row_carry_slot, slots, "slots * C")
+        check.distinct("row_carry_slot", row_carry_slot, slots)
+    check.at_least("row_position", row_position, 0, where=stored)
+    check.below("row_position", row_position, rope_table.shape[0], "rows of rope_table", where=stored)
+
+
+_OP = define("project_states", SCHEMA, _fake, _check_values)
 
 
 def project_states(

@@ -2,7 +2,7 @@
 
 import torch
 
-from ._check import ACTIVATIONS, FLOAT32, INT64, Checker
+from ._check import ACTIVATIONS, FLOAT32, INT64, Checker, Values
 from ._define import call, define
 
 SCHEMA = (
@@ -52,7 +52,19 @@ def _fake(
     )
 
 
-_OP = define("qk_norm_rope", SCHEMA, _fake)
+def _check_values(
+    qkv, positions, rope_table, q_norm_weight, k_norm_weight, num_q_heads, num_kv_heads, eps, neox, share_kv, v_norm, rope_parity
+):
+    check = Values("qk_norm_rope")
+    check.finite("qkv", qkv, where=positions >= 0)
+    check.below("positions", positions, rope_table.shape[0], "rows of rope_table")
+    check.finite("rope_table", rope_table)
+    for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
+        if weight is not None:
+            check.finite(name, weight)
+
+
+_OP = define("qk_norm_rope", SCHEMA, _fake, _check_values)
 
 
 def qk_norm_rope(

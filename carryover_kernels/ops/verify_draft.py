@@ -2,7 +2,7 @@
 
 import torch
 
-from ._check import ACTIVATIONS, FLOAT32, INT32, INT64, Checker
+from ._check import ACTIVATIONS, FLOAT32, INT32, INT64, Checker, Values
 from ._define import call, define
 
 METHODS = ("greedy", "rejection", "block")
@@ -47,7 +47,26 @@ def _fake(
     return query_start_loc.new_empty(requests), draft_tokens.new_empty(requests), query_start_loc.new_empty(requests)
 
 
-_OP = define("verify_draft", SCHEMA, _fake)
+def _check_values(draft_tokens, query_start_loc, target_logits, target_argmax, draft_probs, seeds, offsets, method):
+    check = Values("verify_draft")
+    rows = target_argmax.shape[0] if target_logits is None else target_logits.shape[0]
+    check.row_bounds(query_start_loc, rows)
+    drafts = draft_tokens.shape[1]
+    for r, count in enumerate(query_start_loc.diff().tolist()):
+        if count > drafts + 1:
+            check.fail(f"query_start_loc gives request {r} {count} rows, must give at most {drafts + 1}: its anchor and {drafts} drafts")
+    if target_logits is not None:
+        check.below("draft_tokens", draft_tokens, target_logits.shape[1], "the target's vocabulary")
+        check.finite("target_logits", target_logits, allow_minus_inf=True)
+        empty = (target_logits == float("-inf")).all(-1)
+        if bool(empty.any()):
+            check.fail(f"target_logits[{int(empty.nonzero()[0])}] is all -inf, must leave at least one token")
+    if draft_probs is not None:
+        check.finite("draft_probs", draft_probs)
+        check.at_least("draft_probs", draft_probs, 0)
+
+
+_OP = define("verify_draft", SCHEMA, _fake, _check_values)
 
 
 def verify_draft(
