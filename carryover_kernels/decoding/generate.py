@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ..drafter import CarryoverDrafter
+from .request import DecodingError, Interrupted, Request
 from .sampling import check_sampling, request_seed
-from .session import DecodingError, DecodingSession, Interrupted, Request
-from .target import Target
+from .session import DecodingSession
+from .target import PREFILL_ROWS, Target
 
 
 def generate(
@@ -62,12 +63,14 @@ def generate(
         wanted[-1].index = index
     try:
         with torch.no_grad():
-            for request in wanted:
-                while len(session.active) >= session.max_requests:
+            waiting = list(wanted)
+            while waiting or session.active:
+                joining = _fitting(waiting, session.max_requests - len(session.active))
+                if joining:
+                    session._admit(joining)
+                    del waiting[: len(joining)]
+                else:
                     session.step()
-                session._admit(request)
-            while session.active:
-                session.step()
     except KeyboardInterrupt:
         raise Interrupted(wanted) from None
     except DecodingError as error:
@@ -85,3 +88,14 @@ def _one_each(name: str, value, count: int) -> list[int]:
     if len(values) != count:
         raise ValueError(f"generate: {name} has {len(values)} values, must have {count}: one a prompt")
     return values
+
+
+def _fitting(waiting: list[Request], room: int) -> list[Request]:
+    """How many of the first in line can be read in one pass of at most PREFILL_ROWS rows, padding counted; at least one where there is room."""
+    count = longest = 0
+    while count < min(room, len(waiting)):
+        longest = max(longest, len(waiting[count].prompt))
+        if count and longest * (count + 1) > PREFILL_ROWS:
+            break
+        count += 1
+    return waiting[:count]

@@ -5,67 +5,19 @@ A round of a request whose anchor (last emitted token) has position s: the draft
 become drafter context, rows a+1..n become carried rows (DESIGN section 1).
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from ..drafter import CarryoverDrafter
 from ..ops import verify_draft
+from .request import DecodingError, Request
 from .sampling import check_sampling, target_logits
-from .stats import Clock, RequestStats
+from .stats import Clock
 from .target import PREFILL_ROWS, Target
 
-# Where a token came from: the prompt's own pass; an accepted draft; an accepted draft at whose position a carried state stood;
-# the target's own token at the end of a round.
-ORIGINS = ("first", "draft", "carried", "bonus")
 METHODS = ("rejection", "block")
-
-
-@dataclass
-class Request:
-    """One prompt and what became of it. ``tokens`` and ``origins`` grow together, whole rounds at a time.
-
-    finish_reason: '' while running, then 'stop' (a stop token came; it is the last of ``tokens``), 'length' (max_new_tokens),
-    'cancelled' (``DecodingSession.finish``) or 'interrupted' (Ctrl-C, an error: what is there is right, but more was wanted).
-    """
-
-    index: int
-    prompt: list[int]
-    max_new_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_tokens: frozenset[int] = frozenset()
-    stream: Callable | None = None
-    tokens: list[int] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-    finish_reason: str = ""
-    stats: RequestStats = field(default_factory=RequestStats)
-    slot: int = -1  # of the drafter; -1: decodes without drafts
-    carried: int = 0  # rows that the next block will see
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason != ""
-
-    @property
-    def anchor_position(self) -> int:
-        return len(self.prompt) + len(self.tokens) - 1
-
-
-class DecodingError(RuntimeError):
-    """Decoding stopped on an error; ``requests`` hold what was done."""
-
-    requests: list[Request] = []
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during ``generate``; ``requests`` hold what was done, whole rounds, those not begun included."""
-
-    def __init__(self, requests: list[Request]):
-        super().__init__("interrupted")
-        self.requests = requests
 
 
 class DecodingSession:
@@ -159,27 +111,33 @@ class DecodingSession:
         self._check_whole()
         request = self._new_request(prompt, max_new_tokens, temperature, top_p, seed, stop_tokens, stream)
         self._joined += 1
-        self._admit(request)
-        return request
-
-    def _admit(self, request: Request):
         if len(self.active) >= self.max_requests:
             raise RuntimeError(f"join: {len(self.active)} requests are active, must be fewer than max_requests {self.max_requests}")
-        self._allocate(request)
-        row = self.cache.add_row()
-        self.active.append(request)
+        self._admit([request])
+        return request
+
+    def _admit(self, requests: list[Request]):
+        """Read the prompts of ``requests`` together, unequal lengths padded at the end, and emit their first tokens."""
+        joined = []
         try:
+            for request in requests:
+                self._allocate(request)
+                joined.append(request)
+                self.active.append(request)
+                self.cache.add_row()
             self._clock.start()
-            token = self._first_token(request, self._prefill(request, row))
+            tokens = self._prefill(requests)
             self._clock.lap("prefill")
         except BaseException:
-            self._leave(request, "interrupted")  # the other requests' rows and slots were not touched
+            for request in reversed(joined):  # the other requests' rows and slots were not touched
+                self._leave(request, "interrupted")
             raise
-        request.stats.prefill = self._clock.laps["prefill"]
-        news = self._emit(request, [token], ["first"])
-        if request.finished:
-            self._leave(request, request.finish_reason)
-        self._tell([(request, news)])
+        news = []
+        for request, token in zip(requests, tokens):
+            request.stats.prefill = self._clock.laps["prefill"] / len(requests)
+            news.append((request, self._emit(request, [token], ["first"])))
+        self._release_finished(requests)
+        self._tell(news)
 
     @torch.no_grad()
     def step(self) -> list[Request]:
@@ -196,11 +154,8 @@ class DecodingSession:
         drafting = any(request.slot >= 0 for request in requests)
         logits, states = self.target.run(self.cache, 0, tokens, self.taps if drafting else ())
         self._clock.lap("target")
-        rows = _packed_rows([limit + 1 for limit in limits], tokens.shape[1], tokens.device)
-        starts = [0]
-        for limit in limits:
-            starts.append(starts[-1] + limit + 1)
-        query_start_loc = torch.tensor(starts, dtype=torch.int32, device=tokens.device)
+        lengths = [limit + 1 for limit in limits]
+        rows, query_start_loc = _packed_rows(lengths, tokens.shape[1], tokens.device), _starts(lengths, tokens.device)
         num_accepted, next_token, num_rejected = self._judge(requests, logits.flatten(0, 1)[rows], query_start_loc, drafts, draft_probs)
         accepted, following, drafted = num_accepted.tolist(), next_token.tolist(), tokens[:, 1:].tolist()
 
@@ -216,9 +171,7 @@ class DecodingSession:
         if drafting:
             self._absorb(requests, states.flatten(0, 1)[rows], query_start_loc, num_rejected, self.cache.positions.flatten()[rows])
             self._clock.lap("drafter")
-        for row in range(len(requests) - 1, -1, -1):
-            if requests[row].finished:
-                self._leave(requests[row], requests[row].finish_reason)
+        self._release_finished(requests)
         self._clock.lap("rest")
         for request in requests:
             for kind in ("target", "drafter", "rest"):
@@ -276,6 +229,11 @@ class DecodingSession:
         self.active.pop()
         self._stop_drafting(request)
 
+    def _release_finished(self, requests: list[Request]):
+        for request in requests:
+            if request.finished:
+                self._leave(request, request.finish_reason)
+
     def _stop_drafting(self, request: Request):
         if request.slot >= 0:
             self.state.free(request.slot)
@@ -283,22 +241,27 @@ class DecodingSession:
 
     # parts of a round
 
-    def _prefill(self, request: Request, row: int) -> torch.Tensor:
-        device = self.target.device
-        taps = self.taps if request.slot >= 0 else ()
-        for begin in range(0, len(request.prompt), PREFILL_ROWS):
-            piece = torch.tensor([request.prompt[begin : begin + PREFILL_ROWS]], dtype=torch.int64, device=device)
-            logits, states = self.target.run(self.cache, row, piece, taps, last_logits_only=True)
-            self.cache.commit(row, piece.shape[1])
+    def _prefill(self, requests: list[Request]) -> list[int]:
+        """First tokens of requests whose rows are the last of the cache and still empty. A prompt over PREFILL_ROWS comes alone."""
+        device, first = self.target.device, len(self.active) - len(requests)
+        longest = max(len(request.prompt) for request in requests)
+        taps = self.taps if any(request.slot >= 0 for request in requests) else ()
+        for begin in range(0, longest, PREFILL_ROWS):
+            pieces = [request.prompt[begin : begin + PREFILL_ROWS] for request in requests]
+            lengths = [len(piece) for piece in pieces]
+            width = max(lengths)
+            tokens = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], dtype=torch.int64, device=device)
+            ends = sorted({length - 1 for length in lengths})
+            logits, states = self.target.run(self.cache, first, tokens, taps, ends)
+            for row, length in enumerate(lengths):
+                self.cache.commit(first + row, length)
             if taps:
-                starts = torch.tensor([0, piece.shape[1]], dtype=torch.int32, device=device)
-                none_rejected = torch.zeros(1, dtype=torch.int32, device=device)
-                self._absorb([request], states[0], starts, none_rejected, self.cache.positions[0])
-        return logits[:, -1]
-
-    def _first_token(self, request: Request, logits: torch.Tensor) -> int:
-        starts = torch.tensor([0, 1], dtype=torch.int32, device=logits.device)
-        return int(self._judge([request], logits, starts, None, None)[1])
+                rows = _packed_rows(lengths, width, device)
+                none_rejected = torch.zeros(len(requests), dtype=torch.int32, device=device)
+                positions = self.cache.positions.flatten()[rows]
+                self._absorb(requests, states.flatten(0, 1)[rows], _starts(lengths, device), none_rejected, positions)
+        last = torch.stack([logits[row, ends.index(length - 1)] for row, length in enumerate(lengths)])
+        return self._judge(requests, last, _starts([1] * len(requests), device), None, None)[1].tolist()
 
     def _draft(self, requests: list[Request]) -> tuple[list[int], torch.Tensor | None, torch.Tensor | None]:
         """Drafts to verify of each request (0: none), tokens [R, N] and their distributions [R, N, V] where someone samples."""
@@ -352,6 +315,9 @@ class DecodingSession:
             top_p = torch.repeat_interleave(_floats(requests, "top_p", logits.device), rows)
         if drafts is None:
             drafts = torch.full((len(requests), 1), -1, dtype=torch.int64, device=logits.device)
+        # A target's head may be padded beyond the drafter's vocabulary: what it cannot draft has probability 0 there.
+        if draft_probs is not None and draft_probs.shape[-1] < logits.shape[-1]:
+            draft_probs = torch.nn.functional.pad(draft_probs, (0, logits.shape[-1] - draft_probs.shape[-1]))
         return verify_draft(
             drafts, query_start_loc, target_logits=target_logits(logits, temperature, top_p), draft_probs=draft_probs,
             seeds=_seeds(requests, logits.device), offsets=_offsets(requests, logits.device), method=self.method,
@@ -384,8 +350,14 @@ class DecodingSession:
 
 def _check_pair(target: Target, drafter: CarryoverDrafter):
     target.check_taps(tuple(drafter.config.taps))
-    if drafter.config.vocab_size != target.vocab_size:
-        raise ValueError(f"generate: the drafter's vocabulary is {drafter.config.vocab_size}, must be the target's {target.vocab_size}")
+    if drafter.config.vocab_size > target.vocab_size:
+        raise ValueError(f"generate: the drafter's vocabulary is {drafter.config.vocab_size}, must be at most the target's {target.vocab_size}")
+    columns, wanted = drafter.tensors["fc.weight"].shape[1], len(drafter.config.taps) * target.hidden_size
+    if columns != wanted:
+        raise ValueError(
+            f"generate: the drafter's fc.weight has {columns} columns, must have {wanted}: "
+            f"{len(drafter.config.taps)} taps of the target's {target.hidden_size}"
+        )
     if drafter.device != target.device:
         raise ValueError(f"generate: the drafter is on {drafter.device}, must be on {target.device} as the target is")
 
@@ -393,6 +365,11 @@ def _check_pair(target: Target, drafter: CarryoverDrafter):
 def _packed_rows(lengths: list[int], width: int, device) -> torch.Tensor:
     """Indices of the real rows in a padded batch [R, width] laid flat."""
     return torch.tensor([row * width + i for row, length in enumerate(lengths) for i in range(length)], dtype=torch.int64, device=device)
+
+
+def _starts(lengths: list[int], device) -> torch.Tensor:
+    """[R + 1] i32 of packed rows."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def _floats(requests, name: str, device) -> torch.Tensor:

@@ -143,7 +143,7 @@ class Target:
         self.layer_types, self.windows = _layer_types(self.config, name)
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self.vocab_size = self.embed_tokens.shape[0]
+        self.vocab_size, self.hidden_size = self.embed_tokens.shape[0], self.config.hidden_size
         self.max_length = _max_length(self.config)
         accepted = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
@@ -218,7 +218,7 @@ class Target:
 
     @torch.no_grad()
     def run(
-        self, cache: RaggedCache, first: int, tokens: torch.Tensor, taps: tuple[int, ...] = (), last_logits_only: bool = False
+        self, cache: RaggedCache, first: int, tokens: torch.Tensor, taps: tuple[int, ...] = (), keep: list[int] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One pass over rows ``first .. first+R-1`` of ``cache``, each continued by its ``tokens``; nothing is committed.
 
@@ -226,20 +226,20 @@ class Target:
             tokens: [R, Q] i64; a row with fewer tokens than Q is padded at the end with any id (its extra outputs are meaningless,
                 and its extra K/V are never read).
             taps: layers whose output is wanted, in the drafter's order.
-            last_logits_only: logits of the last of the Q positions alone.
+            keep: which of the Q positions logits are wanted of, None = all.
 
         Returns:
-            logits [R, Q or 1, V] in the model's dtype.
+            logits [R, Q or len(keep), V] in the model's dtype.
             states [R, Q, taps * H], the taps side by side in the order given; None without taps.
         """
         count, query_length = tokens.shape
         positions = cache.begin(first, count, query_length, tokens.device)
         kwargs = {self._cache_name: cache, "use_cache": True, "return_dict": True}
-        if self._keeps_logits:
-            kwargs["logits_to_keep"] = 1 if last_logits_only else 0
+        if keep is not None and self._keeps_logits:
+            kwargs["logits_to_keep"] = torch.tensor(keep, dtype=torch.int64, device=tokens.device)
         with self.captured(taps) as caught:
             output = self.model(input_ids=tokens, attention_mask=self._mask(positions, cache.longest), position_ids=positions, **kwargs)
-        logits = output.logits[:, -1:] if last_logits_only else output.logits
+        logits = output.logits if keep is None or self._keeps_logits else output.logits[:, keep]
         if not taps:
             return logits, None
         for tap in taps:
