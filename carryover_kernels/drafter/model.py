@@ -76,6 +76,9 @@ class CarryoverDrafter:
         self.tensors = {
             name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items() if name != MARK
         }
+        # Where a checkpoint mixes dtypes, what saving must give back.
+        kept = dtype is None
+        self._stored = {n: t for n, t in tensors.items() if kept and n != MARK and t.is_floating_point() and t.dtype != self.dtype}
         mark = stored_mark if mark is None else mark
         self.mark = None if mark is None else self._vector("mark", mark).to(self.device, torch.float32, copy=True)
         if mask_embedding is not None:
@@ -154,7 +157,10 @@ class CarryoverDrafter:
 
         Borrowed tensors are not written. A folder that exists is replaced only once the new one is complete.
         """
-        tensors, source = dict(self.tensors), dict(self.config.source)
+        tensors, source = self.tensors | self._stored, dict(self.config.source)
+        for key in ("dtype", "torch_dtype"):
+            if source.get(key) is not None and not self._stored:
+                source[key] = str(self.dtype).removeprefix("torch.")
         if self.mark is not None:
             tensors[MARK] = self.mark
             if self.config.mark_site != "pre_norm" or MARK_CONFIG in source:
@@ -217,9 +223,7 @@ class CarryoverDrafter:
         row_cache_slot, row_carry_slot, row_position, block_start = plan_round(
             query_start_loc, num_rejected, positions, slot_mapping, carry_slots, state.carry_lens, state.capacity
         )
-        fused = len(self.groups) == 1
-        if not fused:  # layers of several geometries share fc's output
-            states, fc = F.linear(states, fc), None
+        # Layers of several geometries run fc once each: its result stays in float32 inside the op (report R46), no known checkpoint has two.
         for index, group in enumerate(self.groups):
             project_states(
                 states,
@@ -278,6 +282,8 @@ class CarryoverDrafter:
             raise ValueError(
                 f"propose: anchor_tokens is {anchor_tokens.dtype} {list(anchor_tokens.shape)}, must be torch.int64 {list(slots.shape)}"
             )
+        if self.device.type == "cpu" and (anchor_tokens >= self.embed_tokens.shape[0]).any():
+            raise ValueError(f"propose: anchor_tokens has {int(anchor_tokens.max())}, must be below {self.embed_tokens.shape[0]}")
         start = state.seq_lens[slots.long()].long()
         # A block that would leave the RoPE table proposes nothing (report R35), like padding.
         live = (slots >= 0) & (start + rows <= config.max_positions)
