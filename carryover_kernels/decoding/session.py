@@ -270,7 +270,8 @@ class DecodingSession:
                 self._stop_drafting(request)
         # A draft past max_new_tokens could not be kept, so it is not verified; the last token is always the target's own.
         limits = [
-            min(self.num_draft_tokens, request.max_new_tokens - len(request.tokens) - 1) if request.slot >= 0 else 0 for request in requests
+            min(self.num_draft_tokens, request.max_new_tokens - len(request.tokens) - 1) if self._can_draft(request) else 0
+            for request in requests
         ]
         if not any(limits):
             return limits, None, None
@@ -279,7 +280,7 @@ class DecodingSession:
         proposal = self.drafter.propose(
             self.state,
             [request.slot if limit else -1 for request, limit in zip(requests, limits)],
-            torch.tensor([request.tokens[-1] for request in requests], dtype=torch.int64, device=device),
+            torch.tensor([request.tokens[-1] if limit else 0 for request, limit in zip(requests, limits)], dtype=torch.int64, device=device),
             num_draft_tokens=self.num_draft_tokens,
             temperature=_floats(requests, "temperature", device) if sampled else 0.0,
             seeds=_seeds(requests, device) if sampled else None,
@@ -288,6 +289,10 @@ class DecodingSession:
         )
         self._clock.lap("drafter")
         return limits, proposal.tokens, proposal.probs
+
+    def _can_draft(self, request: Request) -> bool:
+        # A head padded beyond the drafter's vocabulary may emit a token that the drafter cannot embed.
+        return request.slot >= 0 and request.tokens[-1] < self.drafter.config.vocab_size
 
     def _verify_rows(self, requests, limits, drafts) -> torch.Tensor:
         """[R, 1 + most drafts] i64: anchor, then drafts; shorter rows end in padding that nobody reads."""

@@ -1,0 +1,1 @@
+"""The ``carryover`` command. Nothing heavy is imported before a command runs."""

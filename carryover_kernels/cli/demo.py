@@ -1,0 +1,158 @@
+"""``carryover demo``: held-out prompts, the embedded target alone and with its drafters, side by side."""
+
+import json
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from ..decoding import Interrupted, Request, generate
+from .show import Printer, explain_difference, legend, load_drafter, load_target, new_console
+
+MODELS = Path(__file__).resolve().parent.parent / "models"
+
+
+def run_demo(prompts: int, max_new_tokens: int, only: str | None = None, models: Path | None = None) -> int:
+    console = new_console()
+    models = models or MODELS
+    # float32: then a greedy pass over many rows and one over a single row give the same tokens.
+    target, tokenizer = load_target(models / "target", torch.float32)
+    drafters = {name: load_drafter(models / name, target) for name in _drafter_names(models, only)}
+    chosen = _held_out(models / "held_out.json", prompts)
+    parameters = sum(parameter.numel() for parameter in target.model.parameters()) / 1e6
+    console.print(f"target of {parameters:.1f} M parameters, {torch.get_num_threads()} threads, greedy, float32")
+    for name, drafter in drafters.items():
+        trained = "trained with carryover: carryover on" if drafter.mark is not None else "trained without carryover: carryover off"
+        console.print(f"drafter {name}: {len(drafter.config.layers)} layers, {drafter.config.num_draft_tokens} drafts a round, {trained}")
+    if not any(drafter.mark is not None for drafter in drafters.values()):
+        console.print("There is no embedded carryover drafter yet: what follows is plain block drafting, nothing is carried over.")
+    console.print(legend(console))
+
+    shown = _to_show(drafters)
+    console.print(f"Each text below is what {shown} and the target wrote.\n")
+    prompt_ids = [tokenizer(entry["prompt"])["input_ids"] for entry in chosen]
+    for drafter in (None, *drafters.values()):  # first passes allocate and set up threads: not measured
+        generate(target, drafter, prompt_ids[:1], 8)
+
+    runs: list[tuple[str, str, Request, Request]] = []  # prompt, decoder, its answer, the target's own
+    code = 0
+    try:
+        for entry, ids in zip(chosen, prompt_ids):
+            name = f"{entry['kind']} {_short(entry['source'])}"
+            alone = generate(target, None, [ids], max_new_tokens)[0]
+            runs.append((name, "target alone", alone, alone))
+            console.print(Text(f"{name}", style="bold"))
+            console.print(Text(entry["prompt"], style="dim"), end="", soft_wrap=True)
+            for decoder, drafter in drafters.items():
+                stream = Printer(console, tokenizer) if decoder == shown else None
+                request = generate(target, drafter, [ids], max_new_tokens, stream=stream)[0]
+                runs.append((name, decoder, request, alone))
+            console.print("\n")
+    except Interrupted as stopped:
+        console.print(f"\ninterrupted after {len(stopped.requests[0].tokens)} tokens of this run; the table has the runs that were finished")
+        code = 130
+    if runs:
+        console.print(_table(runs))
+        for decoder in drafters:
+            _by_position(console, decoder, [request for _, name, request, _ in runs if name == decoder])
+        code = code or _prove(console, target, runs)
+    return code
+
+
+def _drafter_names(models: Path, only: str | None) -> list[str]:
+    names = sorted((p.parent.name for p in models.glob("*/config.json") if p.parent.name != "target"), key=lambda n: ("carryover" in n, n))
+    if only is not None:
+        if only not in names:
+            raise ValueError(f"demo: drafter is '{only}', must be one of {', '.join(names) or 'none: no drafter is embedded'}")
+        return [only]
+    if not names:
+        raise ValueError(f"demo: no drafter in {models}, must have a folder with its config.json there")
+    return names
+
+
+def _to_show(drafters) -> str:
+    """The drafter whose text is streamed: one trained with carryover if there is one, else the first."""
+    return next((name for name, drafter in drafters.items() if drafter.mark is not None), next(iter(drafters)))
+
+
+def _held_out(path: Path, count: int) -> list[dict]:
+    """The first prompts of each kind in turn, ``count`` in all."""
+    if not path.is_file():
+        raise FileNotFoundError(f"demo: no file {path}, must be the list of held-out prompts")
+    by_kind: dict[str, list[dict]] = {}
+    for entry in json.loads(path.read_text(encoding="utf-8")):
+        by_kind.setdefault(entry["kind"], []).append(entry)
+    depth = max(map(len, by_kind.values()))
+    turns = [entries[i] for i in range(depth) for entries in by_kind.values() if i < len(entries)]
+    return turns[:count]
+
+
+def _short(source: str) -> str:
+    parts = source.split("/")
+    return parts[-1] if len(parts) > 1 else source
+
+
+def _table(runs) -> Table:
+    table = Table("prompt", "decoder")
+    for name in ("tokens", "acceptance length", "tokens a pass", "tokens/s", "speed-up", "text"):
+        table.add_column(name, justify="right")
+    for prompt, decoder, request, alone in runs:
+        table.add_row(prompt if request is alone else "", decoder, *_figures([(request, alone)]))
+        if (prompt, decoder) != (runs[-1][0], runs[-1][1]) and _is_last_of_prompt(runs, prompt, decoder):
+            table.add_section()
+    table.add_section()
+    for decoder in dict.fromkeys(decoder for _, decoder, _, _ in runs):
+        pairs = [(request, alone) for _, name, request, alone in runs if name == decoder]
+        table.add_row(f"all {len(pairs)}", decoder, *_figures(pairs), style="bold")
+    return table
+
+
+def _is_last_of_prompt(runs, prompt, decoder) -> bool:
+    return [name for text, name, _, _ in runs if text == prompt][-1] == decoder
+
+
+def _figures(pairs: list[tuple[Request, Request]]) -> list[str]:
+    """Pooled over requests: sums of tokens, passes and seconds, not means of ratios."""
+    stats = [request.stats for request, _ in pairs]
+    tokens, seconds = sum(s.new_tokens for s in stats), sum(s.seconds for s in stats)
+    rounds = sum(s.rounds for s in stats)
+    own = sum(alone.stats.seconds for _, alone in pairs) / max(1, sum(alone.stats.new_tokens for _, alone in pairs))
+    accepted = (rounds + sum(sum(s.accepted) for s in stats)) / rounds if rounds else None
+    alone = all(request is other for request, other in pairs)
+    equal = sum(request.tokens == other.tokens for request, other in pairs)
+    verdict = "the target's" if alone else ("equal" if equal == len(pairs) else "differs" if len(pairs) == 1 else f"{equal} of {len(pairs)} equal")
+    return [
+        str(tokens),
+        "-" if alone or accepted is None else f"{accepted:.2f}",
+        f"{tokens / (rounds + len(pairs)):.2f}",
+        f"{tokens / seconds:.0f}",
+        "-" if alone else f"{own * tokens / seconds:.2f}x",
+        verdict,
+    ]
+
+
+def _by_position(console, decoder: str, requests: list[Request]):
+    verified, accepted = [], []
+    for request in requests:
+        for total, counts in ((verified, request.stats.verified), (accepted, request.stats.accepted)):
+            total.extend([0] * (len(counts) - len(total)))
+            for i, count in enumerate(counts):
+                total[i] += count
+    if verified:
+        shares = "  ".join(f"{kept / tried:.0%}" for kept, tried in zip(accepted, verified) if tried)
+        console.print(f"{decoder}: share of rounds that kept draft 1, 2, ...: {shares}")
+
+
+def _prove(console, target, runs) -> int:
+    drafted = [run for run in runs if run[2] is not run[3]]
+    wrong = [run for run in drafted if run[2].tokens != run[3].tokens]
+    code = 0
+    for prompt, decoder, request, alone in wrong:
+        words, rounding = explain_difference(target, alone, request)
+        console.print(f"{prompt}, {decoder}: {words}")
+        code = code if rounding else 1
+    if not wrong:
+        tokens = sum(len(request.tokens) for _, _, request, _ in drafted)
+        console.print(f"Proof: all {len(drafted)} drafted answers ({tokens} tokens) equal the target's own, token for token.")
+    return code

@@ -1,0 +1,128 @@
+"""What demo and generate share: loading, printing text as it comes, and the proof that two outputs are equal."""
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from ..decoding import Request, Target
+from ..drafter import CarryoverDrafter
+
+STYLES = {"first": "yellow", "bonus": "yellow", "draft": "green", "carried": "cyan"}
+LEGEND = (
+    ("the target's own token", "yellow"),
+    ("accepted draft", "green"),
+    ("accepted draft at a carried position", "cyan"),
+)
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Terminal controls that a model might write, the newline and the tab excepted.
+CONTROLS = {code: "\ufffd" for code in (*range(9), *range(11, 32), 127)}
+
+
+def new_console(**options) -> Console:
+    """Rich leaves out colours for NO_COLOR and for what is not a terminal; a file or pipe is not cut at 80 columns."""
+    console = Console(highlight=False, **options)
+    if not console.is_terminal:
+        console.width = 120
+    return console
+
+
+def legend(console: Console) -> Text:
+    if console.color_system is None:
+        return Text("(no colours here: on a terminal they tell accepted drafts from the target's own tokens)")
+    text = Text()
+    for words, style in LEGEND:
+        text.append(f"{words}  ", style=style)
+    return text
+
+
+class Printer:
+    """Prints tokens as they come, coloured by origin; bytes of an unfinished character wait for the rest."""
+
+    def __init__(self, console: Console, tokenizer):
+        self.console, self.tokenizer = console, tokenizer
+        self.before: list[int] = []  # printed tokens that spacing may depend on
+        self.waiting: list[int] = []
+
+    def __call__(self, request: Request, tokens: list[int], origins: list[str]):
+        for token, origin in zip(tokens, origins):
+            self.waiting.append(token)
+            start = self.tokenizer.decode(self.before, skip_special_tokens=False)
+            text = self.tokenizer.decode(self.before + self.waiting, skip_special_tokens=False)[len(start) :]
+            # An unfinished UTF-8 character decodes to U+FFFD; four bytes are the longest.
+            if text.endswith("\ufffd") and len(self.waiting) < 4:
+                continue
+            if token in request.stop_tokens:
+                text = ""
+            self.before = (self.before + self.waiting)[-6:]
+            self.waiting = []
+            self.console.print(Text(text.translate(CONTROLS), style=STYLES[origin]), end="", soft_wrap=True)
+
+
+def quiet_transformers():
+    """No progress bars or advice from Transformers between our lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def load_target(path: Path, dtype: str | torch.dtype | None, device: str = "cpu"):
+    """(Target, tokenizer) of a folder. Raises ValueError or OSError with one sentence."""
+    dtype = _dtype(dtype)
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"generate: device is '{device}', must be 'cpu': PyTorch finds no GPU here")
+    if not path.is_dir():
+        raise FileNotFoundError(f"target: no folder {path}, must be the folder of a Transformers checkpoint")
+    quiet_transformers()
+    from transformers import AutoTokenizer
+
+    target = _loaded("target", path, lambda: Target.from_pretrained(path, dtype, device))
+    return target, _loaded("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path, local_files_only=True))
+
+
+def load_drafter(path: Path, target: Target) -> CarryoverDrafter:
+    if not path.is_dir():
+        raise FileNotFoundError(f"drafter: no folder {path}, must be the folder of a drafter's checkpoint")
+    return _loaded(
+        "drafter",
+        path,
+        lambda: CarryoverDrafter.from_pretrained(
+            path, dtype=target.dtype, device=target.device, embed_tokens=target.embed_tokens, lm_head=target.lm_head
+        ),
+    )
+
+
+def _dtype(dtype):
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"generate: dtype is '{dtype}', must be one of {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    return dtype
+
+
+def _loaded(what: str, path: Path, load):
+    """``load()``; whatever is wrong with the files becomes one sentence that names them."""
+    try:
+        return load()
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{what} in {path} cannot be loaded: {reason}") from error
+
+
+@torch.no_grad()
+def explain_difference(target: Target, one: Request, other: Request) -> tuple[str, bool]:
+    """Where two greedy answers to one prompt part, in words, and whether rounding explains it (the target's two best logits as good as equal)."""
+    pairs = zip(one.tokens, other.tokens)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens)))
+    cache = target.new_cache()
+    cache.add_row()
+    tokens = torch.tensor([one.prompt + one.tokens[:place]], device=target.device)
+    logits = target.run(cache, 0, tokens, keep=[tokens.shape[1] - 1])[0][0, 0].float()
+    best = logits.topk(2).values
+    gap, rounding = float(best[0] - best[1]), 32 * torch.finfo(target.dtype).eps * float(logits.abs().max())
+    words = f"token {place + 1} differs; there the target's two best logits are {gap:.2g} apart"
+    if gap <= rounding:
+        return f"{words}, within the rounding of {str(target.dtype).removeprefix('torch.')} (a pass over many rows adds in another order)", True
+    return f"{words}, more than rounding explains", False
