@@ -7,6 +7,7 @@ import copy
 import importlib
 import json
 import pathlib
+import runpy
 
 import pytest
 import torch
@@ -701,6 +702,27 @@ def test_state_dtypes_are_its_own(backend, where, rng):
     slot = state.allocate(20)
     absorb(drafter, state, slot, torch.randn(12, 192, generator=rng), 0, num_rejected=3)
     assert propose(drafter, state, [slot], [4], return_hidden=True).hidden.isfinite().all()
+
+
+# Examples
+
+
+ROOT = GOLDEN.parent.parent
+EMBEDDED = ROOT / "carryover_kernels" / "models" / "dflash"
+
+
+def test_example_of_an_engines_round(backend, capsys):
+    runpy.run_path(str(ROOT / "examples" / "engine_round.py"))
+    assert "accepted [3, 7], carried [4, 0], blocks start at [12, 12]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("checkpoint", [[str(GOLDEN / FOLDERS[-1])] * 2, *([[]] if EMBEDDED.is_dir() else [])], ids=str)
+def test_example_of_a_drafter(checkpoint, backend, capsys, monkeypatch):
+    """On a golden checkpoint, and on the embedded one where it is."""
+    monkeypatch.setattr("sys.argv", ["drafter.py", *checkpoint])
+    runpy.run_path(str(ROOT / "examples" / "drafter.py"))
+    printed = capsys.readouterr().out
+    assert "first block:" in printed and "carried rows:" in printed
 
 
 # Reports (shared reports.tsv) that a config or a state decides

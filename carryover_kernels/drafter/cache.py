@@ -2,6 +2,7 @@
 
 import torch
 
+from .. import _env
 from ..ops import clear_carry
 from .config import DrafterConfig
 
@@ -117,7 +118,7 @@ class DrafterState:
         """[T] i64: flat cache slot of each verify row from its request's pages, -1 where there is none.
 
         Raises:
-            ValueError: a committed row has none (seen on a CPU alone: elsewhere it would need a sync).
+            ValueError: a committed row has none (seen on a CPU, elsewhere under CARRYOVER_CHECK=1: it needs a sync).
         """
         rows, requests = torch.arange(positions.shape[0], device=self.device), slots.shape[0]
         if query_start_loc.shape[0] != requests + 1:
@@ -132,7 +133,7 @@ class DrafterState:
         in_table = (positions >= 0) & (page < self.block_table.shape[1])
         page_id = self.block_table[slot, page.clamp(0, self.block_table.shape[1] - 1)].long()
         held = owned & in_table & (slot >= 0) & (page_id >= 0)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or _env.check_values():
             committed = rows < (query_start_loc[1:] - num_rejected)[owner]
             lost = owned & committed & (slot >= 0) & ~held
             if lost.any():

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .. import _env
 from ..ops import block_attention, markov_sample, plan_round, project_states, qk_norm_rope
 from .cache import DrafterState
 from .config import CheckpointError, DrafterConfig
@@ -207,8 +208,8 @@ class CarryoverDrafter:
             query_start_loc: [R + 1] i32. num_rejected: [R] i32, 0 for prompt rows. positions: [T] i64.
 
         Raises:
-            ValueError: states or indices of a wrong shape; a committed row beyond the slot's reserved pages (seen where that needs
-                no sync, on a CPU); nothing was written.
+            ValueError: states or indices of a wrong shape; a committed row beyond the slot's reserved pages (seen on a CPU, elsewhere under
+                CARRYOVER_CHECK=1); nothing was written.
         """
         fc, config = self.tensors["fc.weight"], self.config
         if states.dim() != 2 or states.shape[1] != fc.shape[1]:
@@ -282,7 +283,7 @@ class CarryoverDrafter:
             raise ValueError(
                 f"propose: anchor_tokens is {anchor_tokens.dtype} {list(anchor_tokens.shape)}, must be torch.int64 {list(slots.shape)}"
             )
-        if self.device.type == "cpu" and (anchor_tokens >= self.embed_tokens.shape[0]).any():
+        if (self.device.type == "cpu" or _env.check_values()) and (anchor_tokens >= self.embed_tokens.shape[0]).any():
             raise ValueError(f"propose: anchor_tokens has {int(anchor_tokens.max())}, must be below {self.embed_tokens.shape[0]}")
         start = state.seq_lens[slots.long()].long()
         # A block that would leave the RoPE table proposes nothing (report R35), like padding.
