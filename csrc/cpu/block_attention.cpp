@@ -1,0 +1,169 @@
+// block_attention on the CPU: checks, the plan of parts, their merge. The arithmetic is in block_attention_tile.h.
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+#include "../common/split_planner.h"
+#include "elem.h"
+#include "key_list.h"
+#include "workers.h"
+
+namespace carryover_kernels {
+namespace {
+
+void check_arguments(
+    const Tensor& q, const Tensor& k_block, const Tensor& v_block, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
+    const Tensor& seq_lens, const std::optional<Tensor>& carry_k, const std::optional<Tensor>& carry_v,
+    const std::optional<Tensor>& carry_lens, const std::optional<Tensor>& carry_slot_ids, const std::optional<Tensor>& block_start,
+    const std::optional<Tensor>& carry_positions, int64_t window_left, int64_t window_right, const std::optional<Tensor>& sinks,
+    double softcap, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t num_splits) {
+  Checker check("block_attention");
+  check.tensor("q", q, "R B Hq D", kActivations, Layout::last_contiguous);
+  const Dtypes same = {q.scalar_type()};
+  check.tensor("k_block", k_block, "R Bk Hkv D", same, Layout::last_contiguous);
+  const int64_t rows = q.size(1), key_rows = k_block.size(1), q_heads = q.size(2), kv_heads = k_block.size(2);
+  check.require(key_rows == 0 || key_rows == rows, [&] {
+    return "k_block has " + std::to_string(key_rows) + " rows a request, must have " + std::to_string(rows) + " as q has, or 0";
+  });
+  check.require(kv_heads > 0 && q_heads % kv_heads == 0, [&] {
+    return "k_block has " + std::to_string(kv_heads) + " heads, must divide the " + std::to_string(q_heads) + " heads of q";
+  });
+  check.tensor("v_block", v_block, "R Bk Hkv D", same, Layout::last_contiguous);
+  check.tensor("k_cache", k_cache, "pages page Hkv D", kCaches, Layout::last_contiguous);
+  check.tensor("v_cache", v_cache, "pages page Hkv D", {k_cache.scalar_type()}, Layout::last_contiguous);
+  check.at_least("k_cache's page size", k_cache.size(1), 1);
+  check.tensor("block_table", block_table, "R P", kInt32, Layout::last_contiguous);
+  check.tensor("seq_lens", seq_lens, "R", kInt32, Layout::contiguous);
+  check.together(
+      {{"carry_k", carry_k.has_value()}, {"carry_v", carry_v.has_value()}, {"carry_lens", carry_lens.has_value()},
+       {"carry_slot_ids", carry_slot_ids.has_value()}});
+  if (carry_k) {
+    check.tensor("carry_k", carry_k, "slots C Hkv D", kActivations, Layout::last_contiguous);
+    check.tensor("carry_v", carry_v, "slots C Hkv D", {carry_k->scalar_type()}, Layout::last_contiguous);
+    check.tensor("carry_lens", carry_lens, "slots", kInt32, Layout::contiguous);
+    check.tensor("carry_slot_ids", carry_slot_ids, "R", kInt32, Layout::contiguous);
+  }
+  check.tensor("block_start", block_start, "R", kInt64, Layout::contiguous);
+  check.tensor("carry_positions", carry_positions, "slots C", kInt64, Layout::contiguous);
+  check.at_least("window_left", window_left, -1);
+  check.at_least("window_right", window_right, -1);
+  check.tensor("sinks", sinks, "Hq", kFloat32, Layout::contiguous);
+  check.require(softcap >= 0, [&] {
+    std::string text = std::to_string(softcap);
+    text.erase(std::max(text.find_last_not_of('0'), text.find('.') + 1) + 1);
+    return "softcap is " + text + ", must be at least 0 (0 = off)";
+  });
+  check.tensor("k_scale", k_scale, "1", kFloat32);
+  check.tensor("v_scale", v_scale, "1", kFloat32);
+  check.at_least("num_splits", num_splits, 0);
+}
+
+std::tuple<Tensor, Tensor> block_attention(
+    Tensor q, Tensor k_block, Tensor v_block, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
+    std::optional<Tensor> carry_k, std::optional<Tensor> carry_v, std::optional<Tensor> carry_lens, std::optional<Tensor> carry_slot_ids,
+    std::optional<Tensor> block_start, std::optional<Tensor> carry_positions, std::optional<double> scale, bool causal, int64_t window_left,
+    int64_t window_right, std::optional<Tensor> sinks, double softcap, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
+    int64_t num_splits, bool return_lse) {
+  check_arguments(
+      q, k_block, v_block, k_cache, v_cache, block_table, seq_lens, carry_k, carry_v, carry_lens, carry_slot_ids, block_start,
+      carry_positions, window_left, window_right, sinks, softcap, k_scale, v_scale, num_splits);
+
+  AttentionArgs args = {};
+  args.requests = q.size(0), args.rows = q.size(1), args.q_heads = q.size(2), args.head_dim = q.size(3);
+  args.key_rows = k_block.size(1), args.kv_heads = k_block.size(2);
+  Tensor out = torch::stable::new_empty(q, {args.requests, args.rows, args.q_heads, args.head_dim});
+  Tensor lse = return_lse ? torch::stable::new_empty(q, {args.requests, args.rows, args.q_heads}, ScalarType::Float)
+                          : torch::stable::new_empty(q, {0}, ScalarType::Float);
+  args.out = out.data_ptr();
+  args.lse = return_lse ? data<float>(lse) : nullptr;
+
+  args.q = q.data_ptr(), args.k_block = k_block.data_ptr(), args.v_block = v_block.data_ptr();
+  args.k_cache = k_cache.data_ptr(), args.v_cache = v_cache.data_ptr();
+  args.type = elem_of(q), args.cache_type = elem_of(k_cache);
+  args.block_table = data<const int32_t>(block_table), args.seq_lens = data<const int32_t>(seq_lens);
+  args.block_start = data<const int64_t>(block_start), args.carry_positions = data<const int64_t>(carry_positions);
+  args.sinks = data<const float>(sinks), args.k_scale = data<const float>(k_scale), args.v_scale = data<const float>(v_scale);
+  args.q_request = q.stride(0), args.q_row = q.stride(1), args.q_head = q.stride(2);
+  args.kb_request = k_block.stride(0), args.kb_row = k_block.stride(1), args.kb_head = k_block.stride(2);
+  args.vb_request = v_block.stride(0), args.vb_row = v_block.stride(1), args.vb_head = v_block.stride(2);
+  args.kc_page = k_cache.stride(0), args.kc_slot = k_cache.stride(1), args.kc_head = k_cache.stride(2);
+  args.vc_page = v_cache.stride(0), args.vc_slot = v_cache.stride(1), args.vc_head = v_cache.stride(2);
+  args.table_request = block_table.stride(0);
+  args.pages = k_cache.size(0), args.page_size = k_cache.size(1), args.table_width = block_table.size(1);
+  if (carry_k) {
+    args.carry_k = carry_k->data_ptr(), args.carry_v = carry_v->data_ptr(), args.carry_type = elem_of(*carry_k);
+    args.carry_lens = data<const int32_t>(carry_lens), args.carry_slot_ids = data<const int32_t>(carry_slot_ids);
+    args.ck_slot = carry_k->stride(0), args.ck_row = carry_k->stride(1), args.ck_head = carry_k->stride(2);
+    args.cv_slot = carry_v->stride(0), args.cv_row = carry_v->stride(1), args.cv_head = carry_v->stride(2);
+    args.carry_slots = carry_k->size(0), args.carry_capacity = carry_k->size(1);
+  }
+  args.scale = static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(args.head_dim)));
+  args.softcap = static_cast<float>(softcap);
+  args.causal = causal, args.window_left = window_left, args.window_right = window_right;
+
+  const int64_t query_rows = args.rows * (args.q_heads / args.kv_heads);
+  if (args.requests == 0 || query_rows == 0 || args.head_dim == 0) return {out, lse};
+
+  // Row tiles of one (request, KV head) read the same keys; they are neighbours, so that a core finds them in its cache.
+  const KernelTable& table = kernels();
+  const int64_t row_tiles = (query_rows + kRowTile - 1) / kRowTile;
+  std::vector<int64_t> totals(args.requests);
+  int64_t longest = 0, all_keys = 0;
+  for (int64_t r = 0; r < args.requests; ++r) {
+    totals[r] = key_list(args, r).total;
+    longest = std::max(longest, totals[r]), all_keys += totals[r];
+  }
+  const int64_t tasks = args.requests * args.kv_heads * row_tiles;
+  int64_t splits = num_splits;
+  if (splits == 0) {
+    // As many equal pieces as the longest list would make of the average: a short request does not pay for a long one's plan.
+    const int64_t full_tasks = std::max<int64_t>(1, longest ? all_keys * args.kv_heads * row_tiles / longest : 1);
+    splits = plan_splits(full_tasks, longest, torch::stable::get_num_threads(), kKeyTile);
+  }
+  splits = std::clamp<int64_t>(splits, 1, std::max<int64_t>(1, (longest + kKeyTile - 1) / kKeyTile));
+
+  std::vector<AttentionPart> parts;
+  parts.reserve(tasks * splits);
+  std::vector<std::pair<int64_t, int64_t>> merges;  // first part and count, where a task has several
+  for (int64_t r = 0; r < args.requests; ++r) {
+    const int64_t own_splits = std::clamp<int64_t>(std::min(splits, (totals[r] + kKeyTile - 1) / kKeyTile), 1, splits);
+    for (int64_t head = 0; head < args.kv_heads; ++head) {
+      for (int64_t tile = 0; tile < row_tiles; ++tile) {
+        if (own_splits > 1) merges.emplace_back(static_cast<int64_t>(parts.size()), own_splits);
+        for (int64_t split = 0; split < own_splits; ++split) {
+          const KeyRange keys = split_keys(totals[r], kKeyTile, own_splits, split);
+          const int64_t first_row = tile * kRowTile;
+          parts.push_back({r, head, first_row, std::min(kRowTile, query_rows - first_row), keys.first, keys.last, nullptr, nullptr});
+        }
+      }
+    }
+  }
+
+  int64_t partial_parts = 0;
+  for (const auto& merge : merges) partial_parts += merge.second;
+  const int64_t out_floats = kRowTile * args.head_dim, state_floats = kRowTile * 2;
+  const Scratch partial_out(partial_parts * out_floats * 4), partial_state(partial_parts * state_floats * 4);
+  int64_t used = 0;
+  for (const auto& merge : merges) {
+    for (int64_t i = 0; i < merge.second; ++i, ++used) {
+      parts[merge.first + i].partial_out = partial_out.as<float>() + used * out_floats;
+      parts[merge.first + i].partial_state = partial_state.as<float>() + used * state_floats;
+    }
+  }
+
+  // Waking the other threads costs a few microseconds: not for less work than that.
+  const bool alone = all_keys * query_rows * args.kv_heads * args.head_dim < 400000;
+  const int64_t workspace = table.attention_workspace(args);
+  for_units(static_cast<int64_t>(parts.size()), workspace, alone, [&](int64_t unit, void* at) { table.attention_part(args, parts[unit], at); });
+  for_units(static_cast<int64_t>(merges.size()), 0, alone || merges.size() < 4, [&](int64_t unit, void*) {
+    table.attention_merge(args, parts[merges[unit].first], merges[unit].second);
+  });
+  return {out, lse};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("block_attention", TORCH_BOX(&block_attention)); }
+
+}  // namespace carryover_kernels
