@@ -81,6 +81,7 @@ class CarryoverDrafter:
         kept = dtype is None
         self._stored = {n: t for n, t in tensors.items() if kept and n != MARK and t.is_floating_point() and t.dtype != self.dtype}
         mark = stored_mark if mark is None else mark
+        self._mark_dtype = None if mark is None else mark.dtype  # as it came, for saving
         self.mark = None if mark is None else self._vector("mark", mark).to(self.device, torch.float32, copy=True)
         if mask_embedding is not None:
             mask_embedding = self._vector("mask_embedding", mask_embedding.reshape(-1)).to(self.device, self.dtype)
@@ -163,7 +164,7 @@ class CarryoverDrafter:
             if source.get(key) is not None and not self._stored:
                 source[key] = str(self.dtype).removeprefix("torch.")
         if self.mark is not None:
-            tensors[MARK] = self.mark
+            tensors[MARK] = self.mark.to(self._mark_dtype)
             if self.config.mark_site != "pre_norm" or MARK_CONFIG in source:
                 source[MARK_CONFIG] = dict(source.get(MARK_CONFIG) or {}, mark_site=self.config.mark_site)
         write_checkpoint(path, source, tensors, self.mask_embedding)
