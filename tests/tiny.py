@@ -77,3 +77,28 @@ def write_tiny_drafter(folder, vocab: int = 97, block: int = 5, taps=(0, 2), mar
 def tiny_drafter(folder, target: Target, **options) -> CarryoverDrafter:
     path = write_tiny_drafter(folder, vocab=target.vocab_size, **options)
     return CarryoverDrafter.from_pretrained(path, dtype=target.dtype, embed_tokens=target.embed_tokens, lm_head=target.lm_head)
+
+
+def write_tiny_tokenizer(folder):
+    """A byte-level BPE tokenizer of 300 ids, the last two an end and a mask token; gives its size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 3, "carry carried carrying " * 5], trainer)
+    tokenizer.add_special_tokens(["<end>", "<mask>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", mask_token="<mask>").save_pretrained(folder)
+    return tokenizer.get_vocab_size()
+
+
+def write_tiny_models(folder, mark: bool = True, **options):
+    """``target`` with tokenizer, ``dflash`` and held_out.json, laid out as the embedded models are."""
+    size = write_tiny_tokenizer(folder / "target")
+    tiny_model(vocab=size, **options).save_pretrained(folder / "target")
+    write_tiny_drafter(folder / "dflash", vocab=size, mark=mark)
+    prompts = [{"kind": kind, "source": f"{kind}/{i}", "prompt": f"the {kind} fox {i}"} for kind in ("code", "text") for i in range(2)]
+    (folder / "held_out.json").write_text(json.dumps(prompts))
+    return folder

@@ -45,7 +45,7 @@ def run_demo(prompts: int, max_new_tokens: int, only: str | None = None, models:
             console.print(Text(f"{name}", style="bold"))
             console.print(Text(entry["prompt"], style="dim"), end="", soft_wrap=True)
             for decoder, drafter in drafters.items():
-                stream = Printer(console, tokenizer) if decoder == shown else None
+                stream = Printer(console, tokenizer, ids) if decoder == shown else None
                 request = generate(target, drafter, [ids], max_new_tokens, stream=stream)[0]
                 runs.append((name, decoder, request, alone))
             console.print("\n")

@@ -34,7 +34,7 @@ def run_generate(
     code, rows = 0, []
     for index, (text, ids) in enumerate(zip(texts, encoded)):
         console.print(Text(text), style="dim", end="", soft_wrap=True)
-        stream = Printer(console, tokenizer)
+        stream = Printer(console, tokenizer, ids)
         try:
             request = generate(target, drafter, [ids], max_new_tokens, seed=seed + index, stream=stream, **options, **drafting)[0]
         except Interrupted as stopped:

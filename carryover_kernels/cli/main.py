@@ -90,6 +90,9 @@ def _training(command: str, arguments: list[str]) -> int:
 
 def main(arguments: list[str] | None = None):
     """Run the command line; always ends in SystemExit."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal without UTF-8 gets question marks, not an error
+            stream.reconfigure(errors="replace")
     try:
         app(args=arguments, prog_name="carryover")
     except (OSError, ValueError, TypeError, ImportError) as error:

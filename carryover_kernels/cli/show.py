@@ -29,7 +29,7 @@ def new_console(**options) -> Console:
 
 
 def legend(console: Console) -> Text:
-    if console.color_system is None:
+    if console.no_color or not console.is_terminal:
         return Text("(no colours here: on a terminal they tell accepted drafts from the target's own tokens)")
     text = Text()
     for words, style in LEGEND:
@@ -38,23 +38,22 @@ def legend(console: Console) -> Text:
 
 
 class Printer:
-    """Prints tokens as they come, coloured by origin; bytes of an unfinished character wait for the rest."""
+    """Prints tokens as they come, coloured by origin; bytes of an unfinished character wait for the rest. The stop token is not shown."""
 
-    def __init__(self, console: Console, tokenizer):
+    def __init__(self, console: Console, tokenizer, prompt: list[int]):
         self.console, self.tokenizer = console, tokenizer
-        self.before: list[int] = []  # printed tokens that spacing may depend on
+        self.before = prompt[-6:]  # printed tokens that spacing may depend on
         self.waiting: list[int] = []
 
     def __call__(self, request: Request, tokens: list[int], origins: list[str]):
         for token, origin in zip(tokens, origins):
-            self.waiting.append(token)
+            if token not in request.stop_tokens:
+                self.waiting.append(token)
             start = self.tokenizer.decode(self.before, skip_special_tokens=False)
             text = self.tokenizer.decode(self.before + self.waiting, skip_special_tokens=False)[len(start) :]
             # An unfinished UTF-8 character decodes to U+FFFD; four bytes are the longest.
-            if text.endswith("\ufffd") and len(self.waiting) < 4:
+            if text.endswith("\ufffd") and len(self.waiting) < 4 and not request.finished:
                 continue
-            if token in request.stop_tokens:
-                text = ""
             self.before = (self.before + self.waiting)[-6:]
             self.waiting = []
             self.console.print(Text(text.translate(CONTROLS), style=STYLES[origin]), end="", soft_wrap=True)

@@ -1,0 +1,311 @@
+"""Public reports of engines (collected before the project began), each row a test somewhere; here those that only whole decoding shows."""
+
+import pathlib
+import random
+import re
+
+import pytest
+import torch
+from test_decoding import VOCAB, foresee, own_greedy
+from tiny import tiny_drafter, tiny_target
+
+from carryover_kernels.decoding import DecodingSession, generate
+from carryover_kernels.decoding import session as session_module
+
+# id: repository#number, what it showed. A test carries the id in its name (test_rNN_...).
+REPORTS = {
+    "R01": "vllm-project/vllm#53063: rope layout inherited from the target",
+    "R02": "vllm-project/vllm#54373: rope flag of a target without rope",
+    "R03": "vllm-project/vllm#40727: taps read one layer early",
+    "R04": "sgl-project/sglang#37475: missing tap ids guessed",
+    "R05": "sgl-project/sglang#32204: last decoder layer as a tap",
+    "R06": "ikawrakow/ik_llama.cpp#2296: block seeded one position early",
+    "R07": "warpfront/hipfire#483: slot 0 not the anchor's embedding",
+    "R08": "vllm-project/vllm#51581: packed quantised weight sliced",
+    "R09": "vllm-project/vllm#42971: first draft wrote into pages of others",
+    "R10": "vllm-project/vllm#47930: prefix served without draft K/V",
+    "R11": "weicj/vLLM-2080Ti-Definitive#194: unbuilt draft context read",
+    "R13": "vllm-project/vllm#54094: drafter's state vetoes reuse of the target's",
+    "R14": "NVIDIA/TensorRT-LLM#16548: dummy requests own slot 0",
+    "R16": "vllm-project/vllm#47066: stale ids of padded requests",
+    "R18": "sgl-project/sglang#22958: stale tail of request ids",
+    "R19": "sgl-project/sglang#26292: padded rows read old slots",
+    "R20": "sgl-project/sglang#10892: stale positions of padding",
+    "R22": "weicj/vLLM-2080Ti-Definitive#208: flat and spaced query_start_loc tails",
+    "R24": "flashinfer-ai/flashinfer#941: NaN in the unused tail of a page",
+    "R26": "vllm-project/vllm#936: V past the length times weight 0",
+    "R27": "NVIDIA/TensorRT-LLM#18754: empty split merged",
+    "R28": "lightseekorg/tokenspeed#748: slot times stride in 32 bits",
+    "R30": "vllm-project/vllm#47671: page times stride in 32 bits",
+    "R32": "sgl-project/sglang#20389: row offset of q in 32 bits",
+    "R33": "sgl-project/sglang#33579: columns beyond the table",
+    "R35": "wtdcode/vllm-backport#59: longer than the draft's positions",
+    "R36": "local-inference-lab/vllm#24: writes to the null block",
+    "R38": "vllm-project/vllm#54374: schedule of another window",
+    "R39": "vllm-project/vllm#56692: one causal flag for all layers",
+    "R40": "ikawrakow/ik_llama.cpp#2021: window of the draft ignored",
+    "R41": "vllm-project/vllm#48381: slots recomputed from positions",
+    "R43": "vllm-project/vllm#41559: fp8 cache in a non-causal op",
+    "R44": "lightseekorg/tokenspeed#1012: draft cache dtype follows the target's",
+    "R46": "InternLM/lmdeploy#4991: fp16 overflow in fc",
+    "R47": "sgl-project/sglang#33614: accept length differs by rank",
+    "R48": "sgl-project/sglang#40246: rank numerics differ",
+    "R50": "vllm-project/vllm#54691: draft dominates at long context",
+    "R51": "vllm-project/vllm#55279: failure after thousands of sampled steps",
+    "R53": "ggml-org/llama.cpp#27407: text differs by batched numerics",
+    "R55": "huggingface/candle#3520: rope table in bf16",
+}
+
+
+def test_every_report_has_a_test():
+    names = set()
+    for path in pathlib.Path(__file__).parent.rglob("test_*.py"):
+        names |= set(re.findall(r"^\s*def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    tested = {part.upper() for name in names for part in name.split("_") if re.fullmatch(r"r\d\d", part)}
+    assert set(REPORTS) - tested == set(), "reports without a test"
+    assert tested - set(REPORTS) == set(), "tests of reports that are not listed"
+
+
+@pytest.fixture(scope="module")
+def qwen(backend, tmp_path_factory):
+    target = tiny_target("qwen3", VOCAB)
+    return target, tiny_drafter(tmp_path_factory.mktemp("drafter"), target)
+
+
+def test_r03_a_tap_is_the_output_of_its_layer(qwen):
+    target, _ = qwen
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    cache = target.new_cache()
+    cache.add_row()
+    _, states = target.run(cache, 0, ids, (2, -1, 0))
+    with torch.no_grad():
+        hidden = target.model(input_ids=ids, output_hidden_states=True).hidden_states
+    # The same modules in the same order on the same tokens: only the attention's mask is given another way.
+    torch.testing.assert_close(states, torch.cat([hidden[3], hidden[0], hidden[1]], dim=-1))
+    assert not torch.allclose(states[..., :32], hidden[2])
+
+
+def test_r05_the_last_layers_tap_is_the_stream_before_the_norm(qwen):
+    target, _ = qwen
+    ids = torch.tensor([[3, 1, 4]])
+    cache = target.new_cache()
+    cache.add_row()
+    _, states = target.run(cache, 0, ids, (3,))
+    with torch.no_grad():
+        normed = target.model(input_ids=ids, output_hidden_states=True).hidden_states[4]
+        torch.testing.assert_close(target.model.model.norm(states), normed)
+    with pytest.raises(ValueError, match="Target: tap 4 must be a layer of the target, -1 .* to 3"):
+        target.run(cache, 0, ids, (4,))
+
+
+def test_r06_r07_block_starts_with_the_anchor_at_the_committed_length(qwen, monkeypatch, seed):
+    target, drafter = qwen
+    foresee(monkeypatch, target, share=0.6, seed=seed)
+    propose, seen = drafter.propose, []
+
+    def watched(state, slots, anchor_tokens, **options):
+        seen.append([(int(state.seq_lens[slot]), int(anchor)) for slot, anchor in zip(slots, anchor_tokens) if slot >= 0])
+        return propose(state, slots, anchor_tokens, **options)
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    prompts = [[5, 6, 7], [1], list(range(3, 20))]
+    with DecodingSession(target, drafter, max_tokens=64) as session:
+        requests = [session.join(prompt, 20) for prompt in prompts]
+        while session.active:
+            wanted = [(len(r.prompt) + len(r.tokens) - 1, r.tokens[-1]) for r in session.active if len(r.tokens) < 19]
+            before = len(seen)
+            session.step()
+            if len(seen) > before:
+                assert seen[-1] == wanted
+    assert len(seen) > 4 and all(len(request.tokens) == 20 for request in requests)
+
+
+def test_r09_a_joining_request_writes_no_page_of_another(qwen):
+    target, drafter = qwen
+    with DecodingSession(target, drafter, max_requests=3, max_tokens=48, page_size=4) as session:
+        first = session.join(list(range(3, 15)), 20)
+        session.step()
+        pages = [page for page in session.state.block_table[first.slot].tolist() if page >= 0]
+        kept = [cache[pages].clone() for cache in (*session.state.k_cache, *session.state.v_cache)]
+        carried = [buffer[:, first.slot].clone() for buffer in (*session.state.carry_k, *session.state.carry_v)]
+        second = session.join([7, 8, 9], 20)
+        mine = {page for page in session.state.block_table[second.slot].tolist() if page >= 0}
+        assert mine and not mine & set(pages)
+        for before, cache in zip(kept, (*session.state.k_cache, *session.state.v_cache)):
+            assert torch.equal(before, cache[pages])
+        for before, buffer in zip(carried, (*session.state.carry_k, *session.state.carry_v)):
+            assert torch.equal(before, buffer[:, first.slot])
+
+
+def test_r10_a_request_that_did_not_draft_carries_nothing(qwen, monkeypatch):
+    """The last token before the limit is verified without drafts: what was carried must not survive that step."""
+    target, drafter = qwen
+    with DecodingSession(target, drafter, max_tokens=64, carryover=True) as session:
+        request = session.join([5, 6, 7], 40)
+        session.step()
+        assert int(session.state.carry_lens[request.slot]) > 0
+        monkeypatch.setattr(session, "_can_draft", lambda request: False)
+        session.step()
+        assert int(session.state.carry_lens[request.slot]) == 0 and request.carried == 0
+
+
+def test_r11_a_prefix_that_was_never_built_is_not_read(backend):
+    """Keys of positions 0..5 are missing (a restored prefix), pages hold 6..9: ``block_start`` 10 says so, and windows still count by position."""
+    from carryover_kernels.ops import block_attention
+
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, 1, 8, generator=generator) for _ in range(3))
+    k_cache, v_cache = (torch.randn(2, 4, 1, 8, generator=generator) for _ in range(2))
+    table, length = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    k_cache[0], v_cache[0] = float("nan"), float("nan")  # never built, never read
+    out, _ = block_attention(q, k, v, k_cache, v_cache, table, length, block_start=torch.tensor([10]), window_left=2)
+    keys, values = torch.cat([k_cache[1], k[0]])[:, 0], torch.cat([v_cache[1], v[0]])[:, 0]
+    for row in range(2):
+        seen = torch.tensor([10 + row - position <= 2 for position in (6, 7, 8, 9, 10, 11)])
+        weights = torch.softmax((keys @ q[0, row, 0] * 8**-0.5).masked_fill(~seen, float("-inf")), dim=0)
+        # Two float32 softmaxes of six numbers.
+        torch.testing.assert_close(out[0, row, 0], weights @ values)
+
+
+def test_r13_the_targets_cache_never_holds_rejected_tokens(qwen, monkeypatch, seed):
+    """What the target keeps with a drafter and carryover is what it keeps alone: it may be reused for anything."""
+    target, drafter = qwen
+    foresee(monkeypatch, target, share=0.5, seed=seed)
+    kept = {}
+    for name in (None, drafter):
+        with DecodingSession(target, name, max_tokens=64) as session:
+            request = session.join([5, 6, 7], 30)
+            while not request.finished and len(request.tokens) < 20:
+                session.step()
+            length = session.cache.lengths[0]
+            assert length == request.anchor_position
+            kept[name] = [layer.keys[0, :, : min(length, 20)].clone() for layer in session.cache.layers], length
+    for alone, drafted in zip(kept[None][0], kept[drafter][0]):
+        # float32 of the same numbers added over rows in another order.
+        torch.testing.assert_close(alone, drafted)
+
+
+def test_r14_r16_requests_without_a_slot_touch_no_live_one(qwen):
+    """Padding (-1) of a request that decodes without drafts, beside a live request in slot 0."""
+    target, drafter = qwen
+    alone = generate(target, drafter, [[5, 6, 7]], 25)[0]
+    with DecodingSession(target, drafter, max_tokens=64) as session:
+        live = session.join([5, 6, 7], 25)
+        other = session.join([4, 4], 25)
+        assert live.slot == 0
+        session._stop_drafting(other)
+        while session.active:
+            session.step()
+    assert live.tokens == alone.tokens and live.stats.accepted == alone.stats.accepted and live.stats.carried == alone.stats.carried
+    assert other.tokens == own_greedy(target, [4, 4], 25) and other.stats.accepted == []
+
+
+def test_r19_padded_rows_read_nothing_and_change_nothing(qwen):
+    """A captured batch is wider than the requests in it: its padding proposes nothing, and the others propose what they do alone."""
+    target, drafter = qwen
+    with DecodingSession(target, drafter, max_tokens=64, carryover=True) as session:
+        request = session.join([5, 6, 7], 25)
+        session.step()
+        anchor = torch.tensor([request.tokens[-1]])
+        alone = drafter.propose(session.state, [request.slot], anchor, return_logits=True)
+        before = [tensor.clone() for tensor in (*session.state.k_cache, session.state.carry_lens, session.state.seq_lens[:-1])]
+        padded = drafter.propose(session.state, [-1, request.slot, -1], torch.tensor([3, int(anchor), 3]), return_logits=True)
+        assert padded.tokens[0].tolist() == padded.tokens[2].tolist() == [-1] * 4
+        assert padded.tokens[1].tolist() == alone.tokens[0].tolist()
+        # One batch of three blocks against one block: float32 sums in another order.
+        torch.testing.assert_close(padded.logits[1], alone.logits[0])
+        after = (*session.state.k_cache, session.state.carry_lens, session.state.seq_lens[:-1])
+        assert all(torch.equal(one, other) for one, other in zip(before, after))
+
+
+@pytest.mark.parametrize("positions", [8, 12, 20, 33])
+def test_r35_past_the_drafters_positions_it_decodes_on_without_drafts(qwen, positions, tmp_path, monkeypatch):
+    target, _ = qwen
+    short = tiny_drafter(tmp_path / "short", target, max_positions=positions)
+    foresee(monkeypatch, target, share=0.9)
+    prompts = [[5, 6, 7], list(range(3, 20))]
+    with DecodingSession(target, short, max_tokens=64) as session:
+        requests = [session.join(prompt, 30) for prompt in prompts]
+        while session.active:
+            session.step()
+        assert session.state.num_free_slots == session.max_requests
+    for prompt, request in zip(prompts, requests):
+        assert request.tokens == own_greedy(target, prompt, 30)
+    assert (sum(requests[0].stats.accepted) > 0) == (positions >= 8)
+    assert (sum(requests[1].stats.accepted) > 0) == (positions > 22)
+
+
+def test_r47_carried_rows_are_those_that_verification_rejected(qwen, monkeypatch):
+    """Another rank's verdict counts: a verification that keeps fewer drafts than these logits would is followed, in lengths and carry."""
+    target, drafter = qwen
+    foresee(monkeypatch, target, share=1.0)
+    verify = session_module.verify_draft
+
+    def synced(drafts, query_start_loc, **options):
+        count, token, rejected = verify(drafts, query_start_loc, **options)
+        rows = count + rejected
+        agreed = count.clamp(max=1)
+        return agreed, drafts.gather(1, agreed.long().unsqueeze(1)).squeeze(1), rows - agreed
+
+    monkeypatch.setattr(session_module, "verify_draft", synced)
+    with DecodingSession(target, drafter, max_tokens=64, carryover=True) as session:
+        request = session.join([5, 6, 7], 30)
+        for _ in range(3):
+            session.step()
+            assert int(session.state.carry_lens[request.slot]) == 3
+            assert int(session.state.seq_lens[request.slot]) == request.anchor_position == session.cache.lengths[0]
+        assert request.tokens == own_greedy(target, [5, 6, 7], 30)[:7]
+
+
+def test_r48_replicas_with_other_rounding_keep_the_same_lengths(qwen, seed):
+    """Two replicas of the drafter (other weights, so other numbers) given one verdict agree on every length."""
+    target, drafter = qwen
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    states = []
+    for scale in (1.0, 1.37):
+        state = drafter.new_state(4, page_size=4, num_pages=64, carry=True)
+        states.append((state, [state.allocate(60) for _ in range(3)], scale))
+    lengths = [0, 0, 0]
+    for _ in range(4):
+        rows = [rng.randint(1, 5) for _ in range(3)]
+        rejected = [rng.randint(0, count - 1) for count in rows]
+        starts = torch.tensor([0, rows[0], rows[0] + rows[1], sum(rows)], dtype=torch.int32)
+        positions = torch.cat([torch.arange(length, length + count) for length, count in zip(lengths, rows)])
+        features = torch.randn(sum(rows), 64)
+        for state, slots, scale in states:
+            drafter.absorb(state, slots, features * scale, starts, torch.tensor(rejected, dtype=torch.int32), positions)
+        lengths = [length + count - gone for length, count, gone in zip(lengths, rows, rejected)]
+        for state, slots, _ in states:
+            assert state.seq_lens[slots].tolist() == lengths
+            assert state.carry_lens[slots].tolist() == rejected
+
+
+def test_r51_a_long_sampled_run_stays_in_bounds(backend, tmp_path, monkeypatch, seed):
+    """Hundreds of sampled rounds, two requests joining anew, every id checked by CARRYOVER_CHECK on the way."""
+    monkeypatch.setenv("CARRYOVER_CHECK", "1")
+    target = tiny_target("qwen3", VOCAB, initializer_range=0.1, max_position_embeddings=1024)
+    drafter = tiny_drafter(tmp_path / "drafter", target, max_positions=1024)
+    requests = generate(target, drafter, [[1, 2], [3]] * 2, [450, 300, 200, 400], temperature=1.0, seed=seed, max_requests=2)
+    assert [len(request.tokens) for request in requests] == [450, 300, 200, 400]
+    assert sum(request.stats.rounds for request in requests) > 250
+    assert all(0 <= token < VOCAB for request in requests for token in request.tokens)
+
+
+def test_r53_in_bf16_texts_part_only_where_two_logits_are_as_good_as_equal(backend, tmp_path, monkeypatch, seed):
+    """Acceptance and length are what is promised in bf16; where the text differs from the target's own, rounding must explain it."""
+    from carryover_kernels.cli.show import explain_difference
+    from carryover_kernels.decoding import Target
+    from tiny import tiny_model
+
+    target = Target(tiny_model("qwen3", VOCAB).to(torch.bfloat16))
+    drafter = tiny_drafter(tmp_path / "drafter", target)
+    foresee(monkeypatch, target, share=0.8, seed=seed)
+    prompts = [[5, 6, 7], [1], list(range(3, 20)), [9] * 8]
+    drafted = generate(target, drafter, prompts, 40)
+    for prompt, request in zip(prompts, drafted):
+        assert len(request.tokens) == 40 and request.stats.acceptance_length > 1
+        alone = generate(target, None, [prompt], 40)[0]
+        if alone.tokens != request.tokens:
+            words, rounding = explain_difference(target, alone, request)
+            assert rounding, words
