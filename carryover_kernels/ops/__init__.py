@@ -1,5 +1,7 @@
 """The ops: schema, fake implementation, checks and public function of each."""
 
+from .. import backend
+from . import _define
 from .block_attention import block_attention
 from .carry_to_pages import carry_to_pages
 from .clear_carry import clear_carry
@@ -19,3 +21,5 @@ __all__ = [
     "qk_norm_rope",
     "verify_draft",
 ]
+
+backend.attach(_define.NAMES, _define.LIBRARY)

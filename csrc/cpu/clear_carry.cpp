@@ -1,0 +1,23 @@
+// clear_carry on the CPU.
+#include "../common/check.h"
+
+namespace carryover_kernels {
+namespace {
+
+void clear_carry(Tensor carry_slot_ids, Tensor carry_lens) {
+  Checker check("clear_carry");
+  check.tensor("carry_slot_ids", carry_slot_ids, "R", kInt32, Layout::contiguous);
+  check.tensor("carry_lens", carry_lens, "slots", kInt32, Layout::contiguous);
+
+  const auto* slot = data<const int32_t>(carry_slot_ids);
+  auto* lens = data<int32_t>(carry_lens);
+  for (int64_t r = 0; r < carry_slot_ids.size(0); ++r) {
+    if (slot[r] >= 0 && slot[r] < carry_lens.size(0)) lens[slot[r]] = 0;
+  }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("clear_carry", TORCH_BOX(&clear_carry)); }
+
+}  // namespace carryover_kernels

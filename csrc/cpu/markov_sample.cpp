@@ -1,0 +1,255 @@
+// markov_sample on the CPU. Steps follow each other; within a step W2 is read once for all requests, cut over the vocabulary.
+#include "rows.h"
+
+#include <algorithm>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CK_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CK_CLONES
+#endif
+
+namespace carryover_kernels {
+namespace {
+
+// Sixteen running sums, so that the loop is a vector loop without -ffast-math.
+CK_CLONES float dot_f32(const float* a, const float* b, int64_t n) {
+  float sums[16] = {};
+  int64_t k = 0;
+  for (; k + 16 <= n; k += 16)
+    for (int lane = 0; lane < 16; ++lane) sums[lane] += a[k + lane] * b[k + lane];
+  float total = 0;
+  for (; k < n; ++k) total += a[k] * b[k];
+  for (float sum : sums) total += sum;
+  return total;
+}
+
+CK_CLONES float dot_bf16(const uint16_t* a, const float* b, int64_t n) {
+  float sums[16] = {};
+  int64_t k = 0;
+  for (; k + 16 <= n; k += 16)
+    for (int lane = 0; lane < 16; ++lane) sums[lane] += bfloat16_value(a[k + lane]) * b[k + lane];
+  float total = 0;
+  for (; k < n; ++k) total += bfloat16_value(a[k]) * b[k];
+  for (float sum : sums) total += sum;
+  return total;
+}
+
+float dot_f16(const uint16_t* a, const float* b, int64_t n) {
+  float total = 0;
+  for (int64_t k = 0; k < n; ++k) total += float16_value(a[k]) * b[k];
+  return total;
+}
+
+// A contiguous matrix of any activation dtype.
+struct Matrix {
+  const char* values = nullptr;
+  ScalarType type = ScalarType::Float;
+  int64_t rows = 0, columns = 0;
+
+  Matrix() = default;
+  explicit Matrix(const std::optional<Tensor>& tensor) {
+    if (!tensor) return;
+    values = static_cast<const char*>(tensor->const_data_ptr());
+    type = tensor->scalar_type();
+    rows = tensor->size(0);
+    columns = tensor->size(1);
+  }
+
+  const void* row(int64_t i) const { return values + i * columns * (type == ScalarType::Float ? 4 : 2); }
+
+  float dot(int64_t i, const float* vector) const {
+    if (type == ScalarType::Float) return dot_f32(static_cast<const float*>(row(i)), vector, columns);
+    if (type == ScalarType::BFloat16) return dot_bf16(static_cast<const uint16_t*>(row(i)), vector, columns);
+    return dot_f16(static_cast<const uint16_t*>(row(i)), vector, columns);
+  }
+};
+
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+struct Heads {
+  std::string head;
+  Matrix w1, w2, weight, confidence;
+  const float *bias, *confidence_bias;
+  int64_t rank, hidden_size;
+
+  // w = W1[previous], zeros for a token outside the table.
+  void look_up(float* w, int64_t previous) const {
+    if (previous >= 0 && previous < w1.rows) read_row(w, w1.row(previous), w1.type, 0, rank);
+    else std::fill_n(w, rank, 0.0f);
+  }
+
+  // z from [h; w] (gated) or [state; w; h] (rnn, which also moves the state).
+  void mix(float* z, float* state, const float* w, const float* h) const {
+    if (head == "vanilla") {
+      std::copy_n(w, rank, z);
+      return;
+    }
+    std::vector<float> input;
+    if (head == "gated") {
+      input.assign(h, h + hidden_size);
+      input.insert(input.end(), w, w + rank);
+    } else {
+      input.assign(state, state + rank);
+      input.insert(input.end(), w, w + rank);
+      input.insert(input.end(), h, h + hidden_size);
+    }
+    auto unit = [&](int64_t i) { return weight.dot(i, input.data()) + (bias ? bias[i] : 0.0f); };
+    for (int64_t k = 0; k < rank; ++k) {
+      if (head == "gated") {
+        z[k] = sigmoid(unit(k)) * w[k];
+      } else {
+        const float gate = sigmoid(unit(k));
+        state[k] = gate * state[k] + (1.0f - gate) * std::tanh(unit(rank + k));
+        z[k] = std::tanh(unit(2 * rank + k));
+      }
+    }
+  }
+
+  float confide(const float* w, const float* h) const {
+    const auto* row = static_cast<const float*>(confidence.row(0));
+    float logit = dot_f32(row, h, hidden_size);
+    if (confidence.columns > hidden_size) logit += dot_f32(row + hidden_size, w, rank);
+    return logit + (confidence_bias ? confidence_bias[0] : 0.0f);
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> markov_sample(
+    Tensor base_logits, Tensor anchor_tokens, std::optional<Tensor> markov_w1, std::optional<Tensor> markov_w2, std::string head,
+    std::optional<Tensor> hidden, std::optional<Tensor> head_weight, std::optional<Tensor> head_bias,
+    std::optional<Tensor> confidence_weight, std::optional<Tensor> confidence_bias, std::optional<Tensor> draft_to_target,
+    std::optional<Tensor> temperature, std::optional<Tensor> seeds, std::optional<Tensor> offsets, bool return_logits,
+    bool return_probs) {
+  Checker check("markov_sample");
+  check.tensor("base_logits", base_logits, "R N V", kActivations, Layout::last_contiguous);
+  check.at_least("base_logits' vocabulary", base_logits.size(2), 1);
+  check.tensor("anchor_tokens", anchor_tokens, "R", kInt64, Layout::contiguous);
+  check.one_of("head", head, {"none", "vanilla", "gated", "rnn"});
+  const Dtypes weights = markov_w1 ? Dtypes{markov_w1->scalar_type()} : kActivations;
+  if (head == "none") {
+    check.require(!markov_w1, "markov_w1 is given with head 'none', must be None");
+    check.require(!markov_w2, "markov_w2 is given with head 'none', must be None");
+  } else {
+    check.require(markov_w1.has_value(), "markov_w1 is None, must be given with head '" + head + "'");
+    check.require(markov_w2.has_value(), "markov_w2 is None, must be given with head '" + head + "'");
+    check.tensor("markov_w1", markov_w1, "Vt r", kActivations, Layout::contiguous);
+    check.tensor("markov_w2", markov_w2, "V r", weights, Layout::contiguous);
+  }
+  const bool wide = head == "gated" || head == "rnn";
+  check.require(
+      hidden.has_value() || !(wide || confidence_weight),
+      "hidden is None, must be given with a gated or rnn head or a confidence head");
+  check.tensor("hidden", hidden, "R N H", kActivations, Layout::last_contiguous);
+  const int64_t r = check.size("r"), h = check.size("H");
+  if (wide) {
+    check.require(head_weight.has_value(), "head_weight is None, must be given with head '" + head + "'");
+    check.bind("head_rows", head == "gated" ? r : 3 * r);
+    check.bind("head_columns", head == "gated" ? h + r : 2 * r + h);
+    check.tensor("head_weight", head_weight, "head_rows head_columns", weights, Layout::contiguous);
+    check.tensor("head_bias", head_bias, "head_rows", kFloat32, Layout::contiguous);
+  } else {
+    check.require(!head_weight, "head_weight is given with head '" + head + "', must be None");
+  }
+  if (confidence_weight) {
+    check.tensor("confidence_weight", confidence_weight, "1 width", kFloat32, Layout::contiguous);
+    const int64_t width = check.size("width");
+    check.require(width == h || width == h + r, [&] {
+      return "confidence_weight has " + std::to_string(width) + " columns, must have " + std::to_string(h) + " (hidden) or " +
+          std::to_string(h + r) + " (hidden and markov_w1 row)";
+    });
+  }
+  check.tensor("confidence_bias", confidence_bias, "1", kFloat32, Layout::contiguous);
+  check.tensor("draft_to_target", draft_to_target, "V", kInt64, Layout::contiguous);
+  check.tensor("temperature", temperature, "R", kFloat32, Layout::contiguous);
+  if (temperature) {
+    check.together({{"temperature", true}, {"seeds", seeds.has_value()}, {"offsets", offsets.has_value()}});
+    check.tensor("seeds", seeds, "R", kInt64, Layout::contiguous);
+    check.tensor("offsets", offsets, "R", kInt64, Layout::contiguous);
+  }
+
+  const int64_t requests = base_logits.size(0), steps = base_logits.size(1), vocab = base_logits.size(2);
+  auto floats = [&](bool wanted, std::initializer_list<int64_t> shape) {
+    const std::vector<int64_t> sizes = wanted ? std::vector<int64_t>(shape) : std::vector<int64_t>{0};
+    return torch::stable::new_empty(base_logits, sizes, ScalarType::Float);
+  };
+  Tensor tokens = torch::stable::new_empty(anchor_tokens, {requests, steps});
+  Tensor logits = floats(return_logits, {requests, steps, vocab});
+  Tensor probs = floats(return_probs, {requests, steps, vocab});
+  Tensor confidence = floats(confidence_weight.has_value(), {requests, steps});
+
+  Heads heads{head, Matrix(markov_w1), Matrix(markov_w2), Matrix(head_weight), Matrix(confidence_weight), data<const float>(head_bias),
+              data<const float>(confidence_bias), r, h};
+  const auto* anchors = data<const int64_t>(anchor_tokens);
+  const auto* remap = data<const int64_t>(draft_to_target);
+  const auto* temperatures = data<const float>(temperature);
+  auto* token_out = data<int64_t>(tokens);
+  auto* logit_out = return_logits ? data<float>(logits) : nullptr;
+  auto* prob_out = return_probs ? data<float>(probs) : nullptr;
+  auto* confidence_out = confidence_weight ? data<float>(confidence) : nullptr;
+
+  std::vector<float> w(requests * r), z(requests * r), state(requests * r, 0.0f), hidden_row(requests * h);
+  std::vector<float> scratch(requests * vocab);
+  const auto* base = static_cast<const char*>(base_logits.const_data_ptr());
+  const int64_t element = base_logits.scalar_type() == ScalarType::Float ? 4 : 2;
+  auto previous = [&](int64_t q, int64_t i) { return i == 0 ? anchors[q] : token_out[q * steps + i - 1]; };
+  auto row_of = [&](int64_t q, int64_t i) { return logit_out ? logit_out + (q * steps + i) * vocab : scratch.data() + q * vocab; };
+
+  for (int64_t i = 0; i < steps; ++i) {
+    torch::stable::parallel_for(0, requests, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t q = begin; q < end; ++q) {
+        if (anchors[q] < 0) continue;
+        float* h_row = hidden_row.data() + q * h;
+        if (hidden)
+          read_row(h_row, static_cast<const char*>(hidden->const_data_ptr()) +
+                       (q * hidden->stride(0) + i * hidden->stride(1)) * static_cast<int64_t>(hidden->element_size()),
+                   hidden->scalar_type(), 0, h);
+        if (r > 0) heads.look_up(w.data() + q * r, previous(q, i));
+        if (head != "none") heads.mix(z.data() + q * r, state.data() + q * r, w.data() + q * r, h_row);
+        if (confidence_out) confidence_out[q * steps + i] = heads.confide(w.data() + q * r, h_row);
+      }
+    });
+    torch::stable::parallel_for(0, vocab, 1024, [&](int64_t begin, int64_t end) {
+      for (int64_t q = 0; q < requests; ++q)
+        if (anchors[q] >= 0)
+          read_row(row_of(q, i) + begin, base + (q * base_logits.stride(0) + i * base_logits.stride(1)) * element,
+                   base_logits.scalar_type(), begin, end - begin);
+      if (head == "none") return;
+      for (int64_t v = begin; v < end; ++v)
+        for (int64_t q = 0; q < requests; ++q)
+          if (anchors[q] >= 0) row_of(q, i)[v] += heads.w2.dot(v, z.data() + q * r);
+    });
+    torch::stable::parallel_for(0, requests, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t q = begin; q < end; ++q) {
+        float* prob_row = prob_out ? prob_out + (q * steps + i) * vocab : nullptr;
+        if (anchors[q] < 0) {
+          token_out[q * steps + i] = -1;
+          if (logit_out) std::fill_n(row_of(q, i), vocab, 0.0f);
+          if (prob_row) std::fill_n(prob_row, vocab, 0.0f);
+          if (confidence_out) confidence_out[q * steps + i] = 0.0f;
+          continue;
+        }
+        const float* row = row_of(q, i);
+        const float t = temperatures ? temperatures[q] : 0.0f;
+        const int64_t choice = t > 0
+            ? gumbel_argmax([&](int64_t v) { return row[v] / t; }, vocab, data<const int64_t>(seeds)[q], data<const int64_t>(offsets)[q], i,
+                            kStreamDraft)
+            : first_argmax(row, vocab);
+        if (prob_row && t > 0) {
+          std::copy_n(row, vocab, prob_row);
+          softmax_row(prob_row, vocab, t);
+        } else if (prob_row) {
+          std::fill_n(prob_row, vocab, 0.0f);
+          prob_row[choice] = 1.0f;
+        }
+        token_out[q * steps + i] = choice + (remap ? remap[choice] : 0);
+      }
+    });
+  }
+  return {tokens, logits, probs, confidence};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("markov_sample", TORCH_BOX(&markov_sample)); }
+
+}  // namespace carryover_kernels

@@ -1,0 +1,74 @@
+// plan_round on the CPU. One pass over the requests; a row no request owns stays skipped.
+#include "../common/check.h"
+
+#include <algorithm>
+
+namespace carryover_kernels {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> plan_round(
+    Tensor query_start_loc, Tensor num_rejected, Tensor positions, Tensor slot_mapping, Tensor carry_slot_ids, Tensor carry_lens,
+    int64_t carry_capacity, std::optional<Tensor> carry_positions) {
+  Checker check("plan_round");
+  check.tensor("query_start_loc", query_start_loc, "R+1", kInt32, Layout::contiguous);
+  check.require(query_start_loc.size(0) >= 1, "query_start_loc has 0 entries, must have R+1, at least 1");
+  check.bind("R", query_start_loc.size(0) - 1);
+  check.tensor("num_rejected", num_rejected, "R", kInt32, Layout::contiguous);
+  check.tensor("positions", positions, "T", kInt64, Layout::contiguous);
+  check.tensor("slot_mapping", slot_mapping, "T", kInt64, Layout::contiguous);
+  check.tensor("carry_slot_ids", carry_slot_ids, "R", kInt32, Layout::contiguous);
+  check.tensor("carry_lens", carry_lens, "slots", kInt32, Layout::contiguous);
+  check.at_least("carry_capacity", carry_capacity, 0);
+  check.bind("C", carry_capacity);
+  check.tensor("carry_positions", carry_positions, "slots C", kInt64, Layout::contiguous);
+
+  const int64_t rows = positions.size(0), requests = num_rejected.size(0), slots = carry_lens.size(0);
+  Tensor row_cache_slot = torch::stable::new_empty(positions, {rows});
+  Tensor row_carry_slot = torch::stable::new_empty(positions, {rows});
+  Tensor row_position = torch::stable::new_empty(positions, {rows});
+  Tensor block_start = torch::stable::new_empty(positions, {requests});
+
+  const auto* starts = data<const int32_t>(query_start_loc);
+  const auto* rejected = data<const int32_t>(num_rejected);
+  const auto* position = data<const int64_t>(positions);
+  const auto* slot = data<const int64_t>(slot_mapping);
+  const auto* carry_slot = data<const int32_t>(carry_slot_ids);
+  auto* lens = data<int32_t>(carry_lens);
+  auto* carried_at = data<int64_t>(carry_positions);
+  auto* cache_out = data<int64_t>(row_cache_slot);
+  auto* carry_out = data<int64_t>(row_carry_slot);
+  auto* position_out = data<int64_t>(row_position);
+  auto* start_out = data<int64_t>(block_start);
+
+  std::fill_n(cache_out, rows, int64_t{-1});
+  std::fill_n(carry_out, rows, int64_t{-1});
+  std::fill_n(position_out, rows, int64_t{0});
+  for (int64_t r = 0; r < requests; ++r) {
+    const int64_t first = std::clamp<int64_t>(starts[r], 0, rows);
+    const int64_t last = std::clamp<int64_t>(starts[r + 1], first, rows);
+    const int64_t committed_end = last - std::clamp<int64_t>(rejected[r], 0, last - first);
+    for (int64_t row = first; row < committed_end; ++row) {
+      if (slot[row] < 0) continue;
+      cache_out[row] = slot[row];
+      position_out[row] = position[row];
+    }
+    start_out[r] = last == first ? 0 : committed_end > first ? position[committed_end - 1] + 1 : position[first];
+
+    const int64_t own = carry_slot[r];
+    if (own < 0 || own >= slots) continue;
+    const int64_t carried = std::min(last - committed_end, carry_capacity);
+    for (int64_t j = 0; j < carried; ++j) {
+      carry_out[committed_end + j] = own * carry_capacity + j;
+      position_out[committed_end + j] = position[committed_end + j];
+      if (carried_at) carried_at[own * carry_capacity + j] = position[committed_end + j];
+    }
+    lens[own] = static_cast<int32_t>(carried);
+  }
+  return {row_cache_slot, row_carry_slot, row_position, block_start};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("plan_round", TORCH_BOX(&plan_round)); }
+
+}  // namespace carryover_kernels
