@@ -547,7 +547,7 @@ def test_batch_equals_each_alone(backend, where, rng):
     drafter = load(FOLDERS[-1], "carryover", device=where)
     state, slots, _ = two_requests(drafter, rng)
     alone = [propose(drafter, state, [slot], [anchor], return_hidden=True) for slot, anchor in zip(slots, (5, 9))]
-    both = propose(drafter, state, [slots[1], -1, slots[0]], [9, -1, 5], return_hidden=True)
+    both = propose(drafter, state, [slots[1], -3, slots[0]], [9, -1, 5], return_hidden=True)  # any negative slot is padding
     for row, single in ((0, alone[1]), (2, alone[0])):
         assert_equal(both.tokens[row], single.tokens[0], "tokens")
         assert float((both.hidden[row] - single.hidden[0]).abs().max()) <= TOLERANCE
@@ -648,6 +648,9 @@ def test_bad_rounds_are_refused_and_change_nothing(backend, rng):
     absorb(drafter, state, slot, rows, 6, num_rejected=3)  # rejected rows need no pages
     with pytest.raises(ValueError, match="anchor_tokens has 101, must be below 101"):
         propose(drafter, state, [slot], [101])
+    for bad, error in (([2], "slots has 2, must be below 2"), ([[0]], r"slots has shape \[1, 1\]")):
+        with pytest.raises(ValueError, match=error):
+            propose(drafter, state, bad, [1])
     with pytest.raises(ValueError, match="seeds is None"):
         propose(drafter, state, [slot], [1], temperature=0.5)
     with pytest.raises(ValueError, match="anchor_tokens is torch.int64"):

@@ -104,8 +104,21 @@ class DrafterState:
         clear_carry(self.slot_ids(slots), self.carry_lens)
 
     def slot_ids(self, slots) -> torch.Tensor:
-        """``slots`` (list or tensor) as the [R] i32 tensor that the ops take."""
-        return torch.as_tensor(slots, dtype=torch.int32, device=self.device).contiguous()
+        """``slots`` (list or tensor) as the [R] i32 tensor that the ops take.
+
+        Raises:
+            ValueError: a slot is beyond ``max_requests`` (seen on a CPU, elsewhere under CARRYOVER_CHECK=1).
+        """
+        ids = torch.as_tensor(slots, dtype=torch.int32, device=self.device).contiguous()
+        if ids.dim() != 1:
+            raise ValueError(f"slots has shape {list(ids.shape)}, must be [R]")
+        if (self.device.type == "cpu" or _env.check_values()) and (ids >= self.max_requests).any():
+            raise ValueError(f"slots has {int(ids.max())}, must be below {self.max_requests}")
+        return ids
+
+    def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """[R] i64 rows of ``seq_lens`` and ``block_table`` for slot ids: padding reads and writes the scratch row."""
+        return torch.where(slots < 0, self.max_requests, slots).long()
 
     def carry_of(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """carry_k and carry_v of ``layer``, [S, C, Hkv, D] each; None without carry."""
@@ -128,14 +141,15 @@ class DrafterState:
         owner = torch.bucketize(rows, query_start_loc[1:].long(), right=True)  # the request whose rows these are, R = nobody's
         owned = (owner < requests) & (rows >= query_start_loc[0])
         owner = owner.clamp(max=requests - 1)
-        slot = slots[owner].long()
+        slot = self.rows_of(slots)[owner]
         page = positions // self.page_size
         in_table = (positions >= 0) & (page < self.block_table.shape[1])
         page_id = self.block_table[slot, page.clamp(0, self.block_table.shape[1] - 1)].long()
-        held = owned & in_table & (slot >= 0) & (page_id >= 0)
+        live = owned & (slots[owner] >= 0)
+        held = live & in_table & (page_id >= 0)
         if self.device.type == "cpu" or _env.check_values():
             committed = rows < (query_start_loc[1:] - num_rejected)[owner]
-            lost = owned & committed & (slot >= 0) & ~held
+            lost = live & committed & ~held
             if lost.any():
                 row = int(lost.nonzero()[0])
                 raise ValueError(
@@ -146,7 +160,7 @@ class DrafterState:
 
     def advance(self, slots, query_start_loc, block_start) -> None:
         """Set the committed lengths of ``slots`` to ``block_start``; requests without rows keep theirs."""
-        index = slots.long()  # -1 is the scratch row
+        index = self.rows_of(slots)
         moved = query_start_loc[1:] > query_start_loc[:-1]
         self.seq_lens[index] = torch.where(moved, block_start.int(), self.seq_lens[index])
 

@@ -286,7 +286,7 @@ class CarryoverDrafter:
             )
         if (self.device.type == "cpu" or _env.check_values()) and (anchor_tokens >= self.embed_tokens.shape[0]).any():
             raise ValueError(f"propose: anchor_tokens has {int(anchor_tokens.max())}, must be below {self.embed_tokens.shape[0]}")
-        start = state.seq_lens[slots.long()].long()
+        start = state.seq_lens[state.rows_of(slots)].long()
         # A block that would leave the RoPE table proposes nothing (report R35), like padding.
         live = (slots >= 0) & (start + rows <= config.max_positions)
         anchor_tokens = torch.where(live, anchor_tokens, -1)
@@ -388,7 +388,7 @@ class CarryoverDrafter:
             v.view(-1, rows, geometry.num_kv_heads, geometry.head_dim),
             state.k_cache[index],
             state.v_cache[index],
-            state.block_table[slots.long()],
+            state.block_table[state.rows_of(slots)],
             seq_lens,
             carry_k,
             carry_v,
