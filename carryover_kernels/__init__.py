@@ -21,6 +21,7 @@ _HOME = {
     "use_backend": "backend",
     "CarryoverDrafter": "drafter",
     "DecodingSession": "decoding",
+    "Target": "decoding",
     "generate": "decoding",
 }
 __all__ = ["__version__", *_HOME]
