@@ -60,7 +60,7 @@ def project_states(
         kv = kv + kv_bias.to(kv.dtype)
     if mark_kv is not None:
         kv = kv + torch.where(carried, mark_kv.to(kv.dtype), 0)
-    kv = kv.view(states.shape[0], len(k_cache), -1, kv_heads, head_dim)
+    kv = kv.view(states.shape[0], len(k_cache), 1 if share_kv else 2, kv_heads, head_dim)
     known = (row_position >= 0) & (row_position < rope_table.shape[0])
     row = rope_table[torch.where(known, row_position, 0)]
     in_pages = known & (row_cache_slot >= 0) & (row_cache_slot < pages * page_size)

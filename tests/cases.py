@@ -315,7 +315,7 @@ PROJECT = {
     "every_kind_of_row": {"kinds": "csrbonsrcno", "bias": True},
     "nothing_stored": {"kinds": "sons"},
     "no_rows": {"kinds": ""},
-    "many_rows": {"kinds": "c" * 8 + "r" * 5 + "s" * 6, "pages": 9},
+    "many_rows": {"kinds": "c" * 8 + "r" * 5 + "s" * 6, "pages": 9, "slots": 6},
     "mark_after_norm": {"mark": "post"},
     "no_mark": {"mark": "none"},
     "carried_in_pages": {"kinds": "ccpps", "carry_buffer": False},
@@ -396,8 +396,7 @@ def pages_case(rng, committed=(6, 1), rows=((2, 1), (1, 3)), block=2, page=4, co
     for r, (a, b) in enumerate(rows):
         cache_slot[starts[r] : starts[r] + a] = integers(rng, 0, 2**35, (a,))
         carry_slot[starts[r] + a : starts[r] + a + b] = torch.arange(b) + 8 * r
-    table = garbage(rng, requests, columns + 1)[:, :columns].abs().clamp(max=2**31 - 1)
-    table[:] = integers(rng, 0, 2**31 - 1, (requests, columns))
+    table = i32(integers(rng, 0, 2**31 - 1, (requests, columns + 1)))[:, :columns]
     if holes:
         for r in range(requests):
             table[r, int(integers(rng, 0, columns))] = -1

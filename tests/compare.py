@@ -73,3 +73,18 @@ def bits(tensor):
         return tensor
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.contiguous().view(integer)
+
+
+def chi_squared(counts, probabilities) -> float:
+    """Pearson's statistic of ``counts`` under ``probabilities``; a count where the probability is 0 gives infinity."""
+    expected = probabilities.double() * counts.sum()
+    impossible = (expected == 0) & (counts > 0)
+    if impossible.any():
+        return float("inf")
+    cells = expected > 0
+    return float(((counts[cells] - expected[cells]) ** 2 / expected[cells]).sum())
+
+
+def chi_squared_limit(degrees: int) -> float:
+    """The value that chi-squared passes once in a million times (Wilson and Hilferty's cube; z = 4.753)."""
+    return degrees * (1 - 2 / (9 * degrees) + 4.753 * (2 / (9 * degrees)) ** 0.5) ** 3

@@ -22,13 +22,14 @@ class Guards:
             return None
         if isinstance(tensor, (list, tuple)):
             return [self.put(t, f"{name}[{i}]") for i, t in enumerate(tensor)]
+        if tensor.numel() == 0:  # nothing to guard, and opcheck's storage arithmetic wants plain strides
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         size = tensor.element_size()
-        extent = 0 if tensor.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
         byte = FLOAT_BYTE if tensor.is_floating_point() else INT_BYTE
         raw = torch.full((extent * size + 2 * BAND,), byte, dtype=torch.uint8)
-        if extent:
-            span = tensor.as_strided((extent,), (1,), tensor.storage_offset())
-            raw[BAND : BAND + extent * size] = span.contiguous().view(torch.uint8)
+        span = tensor.as_strided((extent,), (1,), tensor.storage_offset())
+        raw[BAND : BAND + extent * size] = span.contiguous().view(torch.uint8)
         raw = raw.to(self.device)
         copy = raw[BAND : BAND + extent * size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), BAND // size)
         self.kept.append((name, raw, byte))
