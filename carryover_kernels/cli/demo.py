@@ -5,10 +5,9 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
-from rich.text import Text
 
 from ..decoding import Interrupted, Request, generate
-from .show import Printer, explain_difference, legend, load_drafter, load_target, new_console
+from .show import Printer, explain_difference, legend, load_drafter, load_target, new_console, say
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
@@ -21,16 +20,16 @@ def run_demo(prompts: int, max_new_tokens: int, only: str | None = None, models:
     drafters = {name: load_drafter(models / name, target) for name in _drafter_names(models, only)}
     chosen = _held_out(models / "held_out.json", prompts)
     parameters = sum(parameter.numel() for parameter in target.model.parameters()) / 1e6
-    console.print(f"target of {parameters:.1f} M parameters, {torch.get_num_threads()} threads, greedy, float32")
+    say(console, f"target of {parameters:.1f} M parameters, {torch.get_num_threads()} threads, greedy, float32")
     for name, drafter in drafters.items():
         trained = "trained with carryover: carryover on" if drafter.mark is not None else "trained without carryover: carryover off"
-        console.print(f"drafter {name}: {len(drafter.config.layers)} layers, {drafter.config.num_draft_tokens} drafts a round, {trained}")
+        say(console, f"drafter {name}: {len(drafter.config.layers)} layers, {drafter.config.num_draft_tokens} drafts a round, {trained}")
     if not any(drafter.mark is not None for drafter in drafters.values()):
-        console.print("There is no embedded carryover drafter yet: what follows is plain block drafting, nothing is carried over.")
+        say(console, "There is no embedded carryover drafter yet: what follows is plain block drafting, nothing is carried over.")
     console.print(legend(console))
 
     shown = _to_show(drafters)
-    console.print(f"Each text below is what {shown} and the target wrote.\n")
+    say(console, f"Each text below is what {shown} and the target wrote.\n")
     prompt_ids = [tokenizer(entry["prompt"])["input_ids"] for entry in chosen]
     for drafter in (None, *drafters.values()):  # first passes allocate and set up threads: not measured
         generate(target, drafter, prompt_ids[:1], 8)
@@ -42,15 +41,15 @@ def run_demo(prompts: int, max_new_tokens: int, only: str | None = None, models:
             name = f"{entry['kind']} {_short(entry['source'])}"
             alone = generate(target, None, [ids], max_new_tokens)[0]
             runs.append((name, "target alone", alone, alone))
-            console.print(Text(f"{name}", style="bold"))
-            console.print(Text(entry["prompt"], style="dim"), end="", soft_wrap=True)
+            say(console, name, style="bold")
+            say(console, entry["prompt"], end="", style="dim")
             for decoder, drafter in drafters.items():
                 stream = Printer(console, tokenizer, ids) if decoder == shown else None
                 request = generate(target, drafter, [ids], max_new_tokens, stream=stream)[0]
                 runs.append((name, decoder, request, alone))
-            console.print("\n")
+            say(console, "\n")
     except Interrupted as stopped:
-        console.print(f"\ninterrupted after {len(stopped.requests[0].tokens)} tokens of this run; the table has the runs that were finished")
+        say(console, f"\ninterrupted after {len(stopped.requests[0].tokens)} tokens of this run; the table has the runs that were finished")
         code = 130
     if runs:
         console.print(_table(runs))
@@ -141,7 +140,7 @@ def _by_position(console, decoder: str, requests: list[Request]):
                 total[i] += count
     if verified:
         shares = "  ".join(f"{kept / tried:.0%}" for kept, tried in zip(accepted, verified) if tried)
-        console.print(f"{decoder}: share of rounds that kept draft 1, 2, ...: {shares}")
+        say(console, f"{decoder}: share of rounds that kept draft 1, 2, ...: {shares}")
 
 
 def _prove(console, target, runs) -> int:
@@ -150,9 +149,9 @@ def _prove(console, target, runs) -> int:
     code = 0
     for prompt, decoder, request, alone in wrong:
         words, rounding = explain_difference(target, alone, request)
-        console.print(f"{prompt}, {decoder}: {words}")
+        say(console, f"{prompt}, {decoder}: {words}")
         code = code if rounding else 1
     if not wrong:
         tokens = sum(len(request.tokens) for _, _, request, _ in drafted)
-        console.print(f"Proof: all {len(drafted)} drafted answers ({tokens} tokens) equal the target's own, token for token.")
+        say(console, f"Proof: all {len(drafted)} drafted answers ({tokens} tokens) equal the target's own, token for token.")
     return code

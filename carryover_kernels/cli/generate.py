@@ -4,10 +4,9 @@ import sys
 from pathlib import Path
 
 from rich.table import Table
-from rich.text import Text
 
 from ..decoding import Interrupted, generate
-from .show import Printer, explain_difference, legend, load_drafter, load_target, new_console
+from .show import Printer, explain_difference, legend, load_drafter, load_target, new_console, say
 
 
 def run_generate(
@@ -22,9 +21,9 @@ def run_generate(
     drafter = load_drafter(drafter_path, target) if drafter_path is not None else None
     if drafter is not None:
         carryover = drafter.mark is not None if carryover is None else carryover
-        console.print(f"{drafter.config.format} drafter of {drafter.config.num_draft_tokens} drafts, carryover {'on' if carryover else 'off'}")
+        say(console, f"{drafter.config.format} drafter of {drafter.config.num_draft_tokens} drafts, carryover {'on' if carryover else 'off'}")
         if carryover and drafter.mark is None:
-            console.print("this drafter was not trained with carryover (no mark): carried states may well cost acceptance")
+            say(console, "this drafter was not trained with carryover (no mark): carried states may well cost acceptance")
         console.print(legend(console))
     encoded = [_encode(tokenizer, text, chat) for text in texts]
     options = dict(temperature=temperature, top_p=top_p)
@@ -33,7 +32,7 @@ def run_generate(
 
     code, rows = 0, []
     for index, (text, ids) in enumerate(zip(texts, encoded)):
-        console.print(Text(text), style="dim", end="", soft_wrap=True)
+        say(console, text, end="", style="dim")
         stream = Printer(console, tokenizer, ids)
         try:
             request = generate(target, drafter, [ids], max_new_tokens, seed=seed + index, stream=stream, **options, **drafting)[0]
@@ -42,21 +41,21 @@ def run_generate(
         console.print()
         rows.append((f"{index + 1}" if drafter is None else f"{index + 1} drafted", request))
         if code == 130:
-            console.print(f"interrupted: {len(request.tokens)} tokens were done")
+            say(console, f"interrupted: {len(request.tokens)} tokens were done")
             break
         if proves:
             try:
                 alone = generate(target, None, [ids], max_new_tokens, **options)[0]
             except Interrupted:
-                console.print("interrupted during the run of the target alone: equality not proven")
+                say(console, "interrupted during the run of the target alone: equality not proven")
                 code = 130
                 break
             rows.append((f"{index + 1} alone", alone))
             if alone.tokens == request.tokens:
-                console.print(f"equal to the target alone, all {len(alone.tokens)} tokens")
+                say(console, f"equal to the target alone, all {len(alone.tokens)} tokens")
             else:
                 words, rounding = explain_difference(target, alone, request)
-                console.print(f"not equal to the target alone: {words}")
+                say(console, f"not equal to the target alone: {words}")
                 code = code if rounding else 1
     console.print(_table(rows))
     return code

@@ -28,6 +28,11 @@ def new_console(**options) -> Console:
     return console
 
 
+def say(console: Console, text: str, end: str = "\n", style: str | None = None):
+    """Print a sentence as it is: the terminal wraps it, a file gets one line. Square brackets are no markup."""
+    console.print(Text(text, style=style or ""), end=end, soft_wrap=True)
+
+
 def legend(console: Console) -> Text:
     if console.no_color or not console.is_terminal:
         return Text("(no colours here: on a terminal they tell accepted drafts from the target's own tokens)")
@@ -56,7 +61,12 @@ class Printer:
                 continue
             self.before = (self.before + self.waiting)[-6:]
             self.waiting = []
-            self.console.print(Text(text.translate(CONTROLS), style=STYLES[origin]), end="", soft_wrap=True)
+            text = text.translate(CONTROLS)
+            if self.console.is_terminal:
+                self.console.out(text, style=STYLES[origin], end="", highlight=False)
+            else:  # rich would turn tabs into spaces, which a file should not suffer
+                self.console.file.write(text)
+                self.console.file.flush()
 
 
 def quiet_transformers():

@@ -1,0 +1,257 @@
+"""The command line: what it prints, what it refuses, and how it ends."""
+
+import importlib.machinery
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from tiny import write_tiny_models
+
+from carryover_kernels.cli import demo as demo_module
+from carryover_kernels.cli.main import main
+from carryover_kernels.cli.show import Printer, new_console
+from carryover_kernels.decoding import Request
+from carryover_kernels.decoding import session as session_module
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_tiny_models(tmp_path_factory.mktemp("models"))
+
+
+def run(capsys, *arguments):
+    """(exit code, standard output, standard error)"""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+def generate_arguments(models, *more):
+    pair = ("--target", models / "target", "--drafter", models / "dflash")
+    return ("generate", *pair, "--prompt", "the quick", "--max-new-tokens", 12, *more)
+
+
+# demo
+
+
+def test_demo_proves_equality_and_tells_what_it_cost(models, capsys):
+    code, out, _ = run(capsys, "demo", "--models", models, "--prompts", 3, "--max-new-tokens", 16)
+    assert code == 0
+    assert "trained with carryover: carryover on" in out and "no embedded carryover drafter" not in out
+    for words in ("code 0", "text 0", "code 1", "the code fox 0", "acceptance length", "tokens a pass", "tokens/s", "all 3"):
+        assert words in out, words
+    assert re.search(r"Proof: all 3 drafted answers \(\d+ tokens\) equal the target's own, token for token.", out)
+    assert "share of rounds that kept draft 1" in out
+    assert not ESCAPE.search(out), "colour codes in a pipe"
+
+
+def test_demo_says_when_no_drafter_carries(tmp_path, capsys):
+    models = write_tiny_models(tmp_path, mark=False)
+    code, out, _ = run(capsys, "demo", "--models", models, "--prompts", 1, "--max-new-tokens", 4)
+    assert code == 0
+    assert "There is no embedded carryover drafter yet" in out and "carryover off" in out
+
+
+def test_demo_of_the_embedded_models(capsys):
+    code, out, _ = run(capsys, "demo", "--prompts", 4, "--max-new-tokens", 32)
+    assert code == 0
+    assert "Proof: all" in out
+    for kind in ("substitution", "code", "records", "text"):
+        assert kind in out
+
+
+def test_demo_ends_readable_on_ctrl_c(models, capsys, monkeypatch):
+    told = []
+    original = Printer.__call__
+
+    def press(self, request, tokens, origins):
+        original(self, request, tokens, origins)
+        told.append(tokens)
+        if len(told) == 20:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_module.Printer, "__call__", press)
+    code, out, _ = run(capsys, "demo", "--models", models, "--prompts", 4, "--max-new-tokens", 16)
+    assert code == 130
+    assert "interrupted after" in out and "code 0" in out and "all 1" in out, "the table of finished runs should be there"
+
+
+# generate
+
+
+def test_generate_shows_text_and_proves_it(models, capsys):
+    code, out, _ = run(capsys, *generate_arguments(models, "--dtype", "float32", "--prompt", "lazy dog"))
+    assert code == 0
+    assert out.count("equal to the target alone, all 12 tokens") == 2
+    assert "zlab drafter of 4 drafts, carryover on" in out and "the quick" in out and "2 alone" in out
+
+
+def test_generate_without_a_drafter(models, capsys):
+    code, out, _ = run(capsys, "generate", "--target", models / "target", "--prompt", "the quick", "--max-new-tokens", 3)
+    assert code == 0 and "drafted" not in out
+
+
+def test_generate_samples_by_seed(models, capsys):
+    texts = []
+    for seed in (1, 1, 2):
+        code, out, _ = run(capsys, *generate_arguments(models, "--temperature", 1.0, "--top-p", 0.9, "--seed", seed, "--method", "block"))
+        assert code == 0 and "equal to" not in out
+        texts.append(out[out.index("the quick") : out.index("┏")])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_reads_standard_input(models, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(read=lambda: "from a pipe"))
+    code, out, _ = run(capsys, "generate", "--target", models / "target", "--prompt", "-", "--max-new-tokens", 2)
+    assert code == 0 and "from a pipe" in out
+
+
+def test_unequal_output_is_told_and_fails(models, capsys, monkeypatch):
+    verify = session_module.verify_draft
+
+    def wrong(*args, **kwargs):
+        count, token, rejected = verify(*args, **kwargs)
+        return count, (token + 1) % 290, rejected
+
+    monkeypatch.setattr(session_module, "verify_draft", wrong)
+    code, out, _ = run(capsys, *generate_arguments(models))
+    assert code == 1
+    assert "not equal to the target alone: token 2 differs" in out and "more than rounding explains" in out
+
+
+def test_colours_follow_the_terminal(models, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    _, coloured, _ = run(capsys, *generate_arguments(models, "--no-compare"))
+    assert "\x1b[33m" in coloured and "the target's own token" in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    _, plain, _ = run(capsys, *generate_arguments(models, "--no-compare"))
+    assert not re.search(r"\x1b\[3[0-9]m", plain) and "no colours here" in plain
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (("generate", "--target", "{models}/nowhere", "--prompt", "x"), "target: no folder .*nowhere, must be the folder of a Transformers"),
+        (("generate", "--target", "{models}", "--prompt", "x"), "no config.json in .*, must be the folder of a Transformers checkpoint"),
+        (("generate", "--target", "{models}/target"), "generate: no --prompt was given, must have at least one"),
+        (("generate", "--target", "{models}/target", "--prompt", ""), "generate: prompt has 0 tokens, must have at least 1"),
+        (("generate", "--target", "{models}/target", "--prompt", "x", "--dtype", "int8"), "generate: dtype is 'int8', must be one of auto"),
+        (("generate", "--target", "{models}/target", "--prompt", "x", "--temperature", "-1"), "generate: temperature is -1.0, must be 0"),
+        (("generate", "--target", "{models}/target", "--prompt", "x", "--top-p", "2"), "generate: top_p is 2.0, must be above 0 and at most 1"),
+        (("generate", "--target", "{models}/target", "--prompt", "x", "--max-new-tokens", "9999"), "must be at most the target's 256"),
+        (("generate", "--target", "{models}/target", "--prompt", "x", "--chat"), "the target's tokenizer has no chat template"),
+        (("generate", "--target", "{models}/target", "--drafter", "{models}/no", "--prompt", "x"), "drafter: no folder .*no, must be"),
+        (("generate", "--target", "{models}/target", "--drafter", "{models}/target", "--prompt", "x"), "drafter in .* cannot be loaded: .*arch"),
+        (("demo", "--models", "{models}", "--drafter", "dspark"), "demo: drafter is 'dspark', must be one of dflash"),
+        (("demo", "--models", "{models}/target"), "target: no folder .*, must be the folder of a Transformers checkpoint"),
+    ],
+)
+def test_refusals_are_one_sentence_and_code_2(models, arguments, sentence, capsys):
+    code, out, err = run(capsys, *(argument.format(models=models) for argument in arguments))
+    assert code == 2
+    assert err.startswith("carryover: ") and err.count("\n") == 1, err
+    assert re.search(sentence, err), err
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens where PyTorch finds no GPU")
+def test_refuses_a_gpu_that_is_not_there(models, capsys):
+    code, _, err = run(capsys, *generate_arguments(models, "--device", "cuda"))
+    assert code == 2 and "device is 'cuda', must be 'cpu': PyTorch finds no GPU here" in err
+
+
+def test_usage_errors_are_code_2(capsys):
+    assert run(capsys, "generate")[0] == 2
+    assert run(capsys, "demo", "--prompts", "0")[0] == 2
+    assert run(capsys, "nonsense")[0] == 2
+
+
+# info, train, record
+
+
+def test_info_names_every_op_and_version(capsys):
+    from carryover_kernels import __version__, ops
+
+    code, out, _ = run(capsys, "info")
+    assert code == 0
+    for words in (*ops.__all__, __version__, f"torch {torch.__version__}", "cuda library", "cpu library", "not yet run on hardware"):
+        assert words in out, words
+
+
+@pytest.mark.parametrize("command", ["train", "record"])
+def test_training_commands_get_their_arguments(command, monkeypatch, capsys):
+    name = f"carryover_kernels.training.{command}"
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    given = []
+    module.main = lambda arguments: given.append(arguments) or 7
+    monkeypatch.setitem(sys.modules, name, module)
+    assert run(capsys, command, "--steps", 3, "--help", "x")[0] == 7
+    assert given == [["--steps", "3", "--help", "x"]]
+
+
+# text
+
+
+def test_printer_waits_for_whole_characters(models, capsys):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models / "target", local_files_only=True)
+    text = "é€😀 carry\x1b[31m\ttab\n"
+    ids = tokenizer(text)["input_ids"]
+    end = tokenizer.eos_token_id
+    request = Request(0, [1], 99, stop_tokens=frozenset([end]))
+    printer = Printer(new_console(), tokenizer, [1])
+    pieces = []
+    for token in [*ids, end]:
+        printer(request, [token], ["draft"])
+        pieces.append(capsys.readouterr().out)
+    assert "".join(pieces) == text.replace("\x1b", "\ufffd")
+    assert "".join(pieces[:9]) == "é€😀" and "\ufffd" not in "".join(pieces[:9])
+
+
+# as a program
+
+
+def environment():
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def test_import_is_quick_and_imports_nothing_heavy():
+    code = "import sys, carryover_kernels.cli.main; print([m for m in ('torch', 'transformers', 'triton', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_ctrl_c_ends_with_130_and_what_was_done(models, backend):
+    if backend == "reference":
+        pytest.skip("a new process runs the native library, which this run may lack")
+    arguments = [*generate_arguments(models, "--no-compare"), "--max-new-tokens", 240]
+    command = [sys.executable, "-m", "carryover_kernels.cli.main", *map(str, arguments)]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    seen = b""
+    while b"the quick" not in seen:
+        byte = process.stdout.read(1)
+        assert byte, process.stderr.read().decode()
+        seen += byte
+    seen += process.stdout.read(8)  # the first tokens
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, (seen + out).decode()
+    assert b"interrupted: " in out and b"tokens/s" in out and b"Traceback" not in err
