@@ -13,7 +13,7 @@ import torch
 from . import _env, _native
 
 BACKENDS = ("cpu", "triton", "cuda")
-_ops: list[str] = []
+_fakes: dict = {}  # op -> its fake, which checks the arguments and allocates the outputs
 _override = None  # (backend, Library) of the choice in force
 
 
@@ -41,30 +41,38 @@ def _key(backend: str) -> str:
 
 
 def _launcher(op: str):
-    """The Triton launcher of ``op``, imported (and Triton with it) when it is first called."""
+    """``op`` on Triton: its fake checks and allocates, ``{op}_triton(*outputs, *arguments)`` fills. Triton is imported by the first call."""
+    fake, launch = _fakes[op], None
+    defaults, count = fake.__defaults__ or (), fake.__code__.co_argcount
 
-    def run(*args, **kwargs):
-        module = importlib.import_module(f"carryover_kernels.triton.{op}")
-        return getattr(module, f"{op}_triton")(*args, **kwargs)
+    def run(*args):
+        nonlocal launch
+        if launch is None:
+            launch = getattr(importlib.import_module(f"carryover_kernels.triton.{op}"), f"{op}_triton")
+        if len(args) < count:  # the dispatcher leaves out trailing defaults
+            args += defaults[len(args) - count :]
+        outputs = fake(*args)
+        launch(*(outputs or ()), *args)
+        return outputs
 
     return run
 
 
 def _refuser(backend: str, op: str):
-    def run(*args, **kwargs):
+    def run(*args):
         raise RuntimeError(f"{op}: backend '{backend}' cannot run: {reason(backend, op)}")
 
     return run
 
 
-def attach(ops: list[str], library: torch.library.Library):
-    """Give every op in ``ops`` its default implementations; called once, by ``carryover_kernels.ops``."""
-    _ops.extend(ops)
+def attach(fakes: dict, library: torch.library.Library):
+    """Give every op of ``fakes`` its default implementations; called once, by ``carryover_kernels.ops``."""
+    _fakes.update(fakes)
     if _native.load("cpu") is not None:
-        for op in ops:
+        for op in fakes:
             library.impl(op, _refuser("cpu", op), "CPU")
     if _native.load("cuda") is not None:
-        for op in ops:
+        for op in fakes:
             library.impl(op, _launcher(op) if reason("triton", op) is None else _refuser("triton", op), "CUDA")
     if _env.backend() != "auto":
         use_backend(_env.backend())
@@ -101,7 +109,7 @@ class use_backend:
 def _switch(backend: str):
     global _override
     if backend != "auto":
-        for op in _ops:
+        for op in _fakes:
             why = reason(backend, op)
             if why is not None:
                 raise RuntimeError(f"use_backend: '{backend}' cannot run {op}: {why}")
@@ -114,7 +122,7 @@ def _switch(backend: str):
     if backend == "triton":
         with warnings.catch_warnings():  # PyTorch warns of every override; this one was asked for
             warnings.simplefilter("ignore", UserWarning)
-            for op in _ops:
+            for op in _fakes:
                 chosen.impl(op, _launcher(op), _key(backend), allow_override=True)
     _override = (backend, chosen)
 
@@ -143,5 +151,5 @@ def explain() -> list[dict[str, str]]:
 
     return [
         {"op": op, "cpu": chosen(op, "cpu"), "cuda": chosen(op, "cuda"), **{f"backend {b}": reason(b, op) or "available" for b in BACKENDS}}
-        for op in _ops
+        for op in _fakes
     ]

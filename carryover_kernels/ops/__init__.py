@@ -22,4 +22,4 @@ __all__ = [
     "verify_draft",
 ]
 
-backend.attach(_define.NAMES, _define.LIBRARY)
+backend.attach(_define.FAKES, _define.LIBRARY)

@@ -6,7 +6,7 @@ from .. import _env
 
 NAMESPACE = "carryover_kernels"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-NAMES: list[str] = []
+FAKES = {}  # name -> fake, in the order of definition
 _DEBUG = {}  # op -> (fake, check_values)
 
 
@@ -19,7 +19,7 @@ def define(name: str, schema: str, fake, check_values) -> "torch._ops.OpOverload
     """
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-    NAMES.append(name)
+    FAKES[name] = fake
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     _DEBUG[op] = (fake, check_values)
     return op

@@ -1,0 +1,73 @@
+"""Small functions that all kernels share; they mirror csrc/common name by name."""
+
+import triton
+import triton.language as tl
+
+from .. import _env
+
+# Triton decides at import of a kernel whether it is interpreted; so does this.
+INTERPRETED = tl.constexpr(_env.triton_interprets())
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+STREAM_DRAFT, STREAM_ACCEPT, STREAM_NEXT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b in float32. float32 operands are multiplied in full precision; the interpreter cannot multiply bf16, so there they are upcast."""
+    if INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc=acc, input_precision="ieee")
+
+
+@triton.jit
+def page_offset(slot, page_size, stride_page, stride_slot):
+    """Element offset of a flat slot in a paged cache. 64 bits: pages times a page's stride passes 2**31 soon."""
+    slot = slot.to(tl.int64)
+    return (slot // page_size) * stride_page + (slot % page_size) * stride_slot
+
+
+@triton.jit
+def rms_scale(sum_of_squares, count, eps):
+    """1 / rms, eps inside the root."""
+    return 1.0 / tl.sqrt(sum_of_squares / count + eps)
+
+
+@triton.jit
+def key_visible(key_position, query_position, CAUSAL: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):
+    """Masks are by position, never by key index: a carried row and a block row may share one."""
+    visible = (key_position == key_position) & (query_position == query_position)
+    if CAUSAL:
+        visible = visible & (key_position <= query_position)
+    if WINDOW_LEFT >= 0:
+        visible = visible & (query_position - key_position <= WINDOW_LEFT)
+    if WINDOW_RIGHT >= 0:
+        visible = visible & (key_position - query_position <= WINDOW_RIGHT)
+    return visible
+
+
+@triton.jit
+def softmax_shift(maximum):
+    """What is subtracted in the exponent: a row that saw no key yet has -inf, and -inf minus -inf is NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def uniforms(seed, offset, step, STREAM: tl.constexpr, v):
+    """A uniform strictly inside (0, 1) for every vocabulary id in ``v``: word v % 4 of Philox4x32-10 at counter v // 4 (docs/numerics.md)."""
+    zero = v * 0
+    quad = (v // 4).to(tl.uint32)
+    second = (zero + step + STREAM * 65536).to(tl.uint32)
+    offset = offset.to(tl.int64)
+    low, high = (zero + offset).to(tl.uint32), (zero + (offset >> 32)).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, quad, second, low, high)
+    lane = v % 4
+    word = tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
+    return ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+
+
+@triton.jit
+def gumbels(seed, offset, step, STREAM: tl.constexpr, v):
+    """Standard Gumbel noise: argmax(logits + gumbels) is a sample of softmax(logits)."""
+    return -tl.log(-tl.log(uniforms(seed, offset, step, STREAM, v)))
