@@ -1,0 +1,183 @@
+"""The training loop: atomic checkpoints, exact resume, JSONL metrics, a progress bar, a stop on NaN.
+
+Everything random in a step is drawn from (seed, step), so that a run killed at any point and started again computes
+the same losses as one that was never stopped.
+"""
+
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+
+def write_atomically(path, write):
+    """Calls write(tmp) and moves tmp to path in one step; a kill leaves the old file or the new one."""
+    path = Path(path)
+    tmp = path.with_name(path.name + ".tmp")
+    write(tmp)
+    with open(tmp, "rb+") as handle:
+        os.fsync(handle.fileno())
+    os.replace(tmp, path)
+
+
+def write_json(path, value):
+    write_atomically(path, lambda tmp: Path(tmp).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8"))
+
+
+def step_seed(seed, step, salt=0):
+    """A seed for one step: distinct for every (seed, step, salt) in range, below 2**63."""
+    return (seed * 1_000_003 + salt) * 2**24 + step
+
+
+def learning_rate(step, steps, warmup, floor=0.0, horizon=None, decay=0):
+    """The factor on the peak rate: linear warm-up, then a cosine down to `floor` at step `horizon` (default: the last)
+    times, with `decay`, a line to zero over the last `decay` steps."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, (horizon or steps) - warmup)
+    factor = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return factor * min(1.0, (steps - step) / decay) if decay else factor
+
+
+def make_optimizers(model, lr, muon_lr=0.0, weight_decay=0.0, no_muon=("embed_tokens", "lm_head", "markov", "confidence")):
+    """AdamW for vectors and embeddings, Muon for matrices where muon_lr > 0. Frozen parameters are left out."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in named if muon_lr and p.ndim == 2 and not any(word in n for word in no_muon)]
+    taken = {id(p) for p in matrices}
+    others = [p for _, p in named if id(p) not in taken]
+    optimizers = []
+    if others:
+        optimizers.append(torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0))
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    return optimizers
+
+
+class TrainingStopped(RuntimeError):
+    """Training ended early; the sentence says where the readable checkpoint is."""
+
+
+class Loop:
+    """Runs `step_function(step) -> (loss, metrics)` for a fixed number of steps.
+
+    model: its state_dict is what a checkpoint holds beside the optimizers'.
+    directory: gets checkpoint.pt (atomic) and metrics.jsonl.
+    """
+
+    def __init__(self, model, optimizers, directory, steps, *, warmup=100, clip=1.0, floor=0.0, horizon=None, decay=0, every_seconds=120.0,
+                 log_every=10, name="train", quiet=False):
+        self.model, self.optimizers, self.steps = model, optimizers, steps
+        self.directory = Path(directory)
+        self.schedule = dict(warmup=warmup, floor=floor, horizon=horizon, decay=decay)
+        self.clip = clip
+        self.every_seconds, self.log_every, self.name, self.quiet = every_seconds, log_every, name, quiet
+        self.step = 0
+        self.base_rates = [[group["lr"] for group in o.param_groups] for o in optimizers]
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def checkpoint(self):
+        return self.directory / "checkpoint.pt"
+
+    @property
+    def metrics(self):
+        return self.directory / "metrics.jsonl"
+
+    def save(self):
+        state = {
+            "step": self.step,
+            "steps": self.steps,
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+        }
+        write_atomically(self.checkpoint, lambda tmp: torch.save(state, tmp))
+
+    def resume(self):
+        """Loads the last checkpoint if there is one and drops metrics written after it. True if it did."""
+        if not self.checkpoint.exists():
+            return False
+        state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        if state["steps"] != self.steps:
+            raise ValueError(
+                f"train: {self.checkpoint} was made for {state['steps']} steps, this run has {self.steps}; "
+                "the learning rates would differ: use another directory or the same number of steps"
+            )
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step = state["step"]
+        if self.metrics.exists():
+            rows = [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
+            kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] < self.step)
+            write_atomically(self.metrics, lambda tmp: Path(tmp).write_text(kept))
+        return True
+
+    def run(self, step_function, after_step=None):
+        """Trains to the last step. Ctrl-C: saves and raises TrainingStopped, as does a loss that is not a number
+        (there the last good checkpoint stays as it was)."""
+        interrupted = []
+        previous = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
+        progress, bar = _progress(self.name, self.steps, self.step, self.quiet)
+        saved_at = time.monotonic()
+        try:
+            with progress, open(self.metrics, "a", encoding="utf-8") as log:
+                while self.step < self.steps:
+                    began = time.monotonic()
+                    factor = learning_rate(self.step, self.steps, **self.schedule)
+                    for optimizer, rates in zip(self.optimizers, self.base_rates, strict=True):
+                        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                            group["lr"] = rate * factor
+                        optimizer.zero_grad(set_to_none=True)
+                    loss, metrics = step_function(self.step)
+                    if not torch.isfinite(loss):
+                        raise TrainingStopped(
+                            f"{self.name}: the loss is {loss.item()} at step {self.step}; nothing was updated by it. "
+                            f"The last good checkpoint is {self.checkpoint}; lower the learning rate and start again."
+                        )
+                    loss.backward()
+                    parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+                    norm = torch.nn.utils.clip_grad_norm_(parameters, self.clip)
+                    for optimizer in self.optimizers:
+                        optimizer.step()
+                    row = {"step": self.step, "loss": loss.item(), "norm": norm.item(), "factor": factor}
+                    row.update(metrics)
+                    row["seconds"] = round(time.monotonic() - began, 4)
+                    if self.step % self.log_every == 0 or self.step + 1 == self.steps:
+                        log.write(json.dumps(row) + "\n")
+                        log.flush()
+                    self.step += 1
+                    shown = " ".join(f"{k} {v:.3f}" for k, v in row.items() if isinstance(v, float) and k in SHOWN)
+                    progress.update(bar, completed=self.step, shown=shown)
+                    if interrupted:
+                        self.save()
+                        raise TrainingStopped(
+                            f"{self.name}: stopped at step {self.step} of {self.steps}; the checkpoint is "
+                            f"{self.checkpoint}, the same command goes on from there."
+                        )
+                    if time.monotonic() - saved_at > self.every_seconds:
+                        self.save()
+                        saved_at = time.monotonic()
+                    if after_step is not None:
+                        after_step(self.step)
+            self.save()
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+SHOWN = ("loss", "accepted", "seconds")
+
+
+def _progress(name, steps, done, quiet):
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(), disable=quiet, refresh_per_second=2,
+    )
+    return progress, progress.add_task(name, total=steps, completed=done, shown="")
