@@ -6,6 +6,7 @@ Parity tests run on the reference ops and on the backend under test (``ops``), t
 import copy
 import importlib
 import json
+import os
 import pathlib
 import runpy
 
@@ -509,12 +510,17 @@ def test_saving_loses_nothing(tmp_path, monkeypatch):
     def broken(*args, **kwargs):
         raise OSError("disk full")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("carryover_kernels.drafter.files.save_file", broken)
-        with pytest.raises(OSError, match="disk full"):
-            drafter.save_pretrained(folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+    def last_rename_fails(source, destination, rename=os.rename):
+        last = str(destination) == str(folder) and not str(source).endswith(".old")  # not the one that puts the old folder back
+        broken() if last else rename(source, destination)
+
+    for name, failure in (("save_file", broken), ("os.rename", last_rename_fails)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"carryover_kernels.drafter.files.{name}", failure)
+            with pytest.raises(OSError, match="disk full"):
+                drafter.save_pretrained(folder)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        assert [path.name for path in tmp_path.iterdir()] == ["d"]
     drafter.save_pretrained(folder)
     assert (folder / "README.md").read_text() == "card" and [path.name for path in tmp_path.iterdir()] == ["d"]
 
@@ -573,6 +579,16 @@ def test_packed_absorb_equals_each_alone(backend, where, rng):
     a, b = (propose(drafter, s, ids, [5, 9], return_hidden=True) for s, ids in ((packed, pair), (state, slots)))
     assert_equal(a.tokens, b.tokens.cpu() if where == "cpu" else b.tokens, "tokens")
     assert float((a.hidden - b.hidden).abs().max()) <= TOLERANCE
+
+
+def test_request_without_rows_keeps_its_length(backend, where, rng):
+    """In a batch where it had no verify rows a request keeps its committed length; what it carried is gone."""
+    drafter = load(FOLDERS[-1], "carryover", device=where)
+    state, slots, _ = two_requests(drafter, rng)
+    rows = torch.randn(8, 192, generator=rng).to(where)
+    loc, rejected = ints(0, 0, 8, device=where), ints(0, 3, device=where)
+    drafter.absorb(state, slots, rows, loc, rejected, torch.arange(8, 16, device=where))
+    assert state.seq_lens[slots].tolist() == [15, 13] and state.carry_lens[slots].tolist() == [0, 3]
 
 
 def test_chunked_prompt_equals_whole(backend, where):
