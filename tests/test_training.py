@@ -1,15 +1,19 @@
 """Training: the torch drafter against the golden rounds, masks by brute force, losses, the loop's resume."""
 
 import json
+import math
 import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from carryover_kernels.training import losses, masks
-from carryover_kernels.training.model import DraftModel
+from carryover_kernels.training import corpus, data, losses, masks, rollout
+from carryover_kernels.training.loop import Loop, TrainingStopped, make_optimizers, step_seed
+from carryover_kernels.training.model import DraftConfig, DraftModel
 
 GOLDEN = Path(__file__).parent / "golden"
 PARITY = 2e-5  # the golden rounds' own promise, golden/README.md: float32, nothing rounded
@@ -70,3 +74,386 @@ def test_golden_rounds(name, variant):
             context = torch.cat([context, verified[: accepted + 1]])
             carry = verified[accepted + 1 :]
             carry_positions = start.item() + accepted + 1 + torch.arange(len(carry))
+
+
+# masks
+
+
+def brute_force(sight):
+    """The rule again, by loops over plain numbers."""
+    n, queries = sight.limit.shape
+    keys = sight.kind.shape[1]
+    out = torch.zeros(n, 1, queries, keys, dtype=torch.bool)
+    for b in range(n):
+        for q in range(queries):
+            for k in range(keys):
+                kind = sight.kind[b, k].item()
+                if kind == masks.CONTEXT:
+                    out[b, 0, q, k] = sight.key_position[b, k].item() < sight.limit[b, q].item()
+                elif kind == masks.BRANCH and sight.key_owner[b, k].item() == sight.owner[b, q].item():
+                    out[b, 0, q, k] = not sight.causal or sight.key_position[b, k].item() <= sight.position[b, q].item()
+    return out
+
+
+def test_draft_sight(rng):
+    lengths = torch.tensor([9, 6])
+    valid = torch.arange(9) < lengths[:, None]
+    anchors = torch.tensor([[3, 5, 7], [2, 2, 4]])
+    carried = torch.rand(2, 3, 4, generator=rng) < 0.5
+    positions = anchors[..., None] + torch.arange(4)
+    sight = masks.draft_sight(torch.arange(9), valid, anchors, 3, positions, carried)
+    dense = sight.dense()
+    assert torch.equal(dense, brute_force(sight))
+    # by hand: anchor 1 of sequence 0 (position 5) sees context 0..4, its own carried rows and its own block
+    row = dense[0, 0, 3]
+    assert row[:9].tolist() == [True] * 5 + [False] * 4
+    assert row[9:21].tolist() == [False] * 4 + carried[0, 1].tolist() + [False] * 4
+    assert row[21:].tolist() == [False] * 3 + [True] * 3 + [False] * 3
+    # padding is seen by nobody: sequence 1 ends at 6, its keys beyond are never seen
+    assert not dense[1, 0, :, 6:9].any()
+    assert dense.any(-1).all(), "a block row sees itself at least"
+
+
+def test_branch_sight():
+    valid = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    sight = masks.branch_sight(valid, torch.tensor([[1, 3], [0, 2]]), 3)
+    dense = sight.dense()
+    assert torch.equal(dense, brute_force(sight))
+    # row 1 of branch 0 (anchor 1) stands at 3, sees record 0..1 and its branch's rows 0 and 1
+    assert dense[0, 0, 1].tolist() == [True, True] + [False] * 4 + [True, True, False] + [False] * 3
+
+
+def test_flex_mask_is_the_same_rule(rng):
+    from torch.nn.attention.flex_attention import create_mask
+
+    anchors = torch.randint(0, 8, (2, 3), generator=rng)
+    carried = torch.rand(2, 3, 4, generator=rng) < 0.5
+    valid = torch.arange(9) < torch.tensor([[9], [5]])
+    sight = masks.draft_sight(torch.arange(9), valid, anchors, 3, anchors[..., None] + torch.arange(4), carried)
+    flex = create_mask(sight.flex(), B=2, H=1, Q_LEN=9, KV_LEN=9 + 12 + 9, device="cpu")
+    assert torch.equal(flex, sight.dense())
+
+
+# losses
+
+
+def test_position_weights_stop_at_a_hole():
+    weights = losses.position_weights(torch.tensor([[True, True, False, True]]))
+    assert torch.allclose(weights, torch.tensor([[1.0, math.exp(-0.25), 0.0, 0.0]]))
+
+
+def test_losses_by_hand(rng):
+    logits = torch.randn(2, 3, 5, generator=rng)
+    target = torch.randn(2, 3, 5, generator=rng)
+    labels = torch.randint(0, 5, (2, 3), generator=rng)
+    weights = losses.position_weights(torch.tensor([[True, True, True], [True, False, True]]))
+    labels[1, 1] = -7  # never read: its weight is 0
+    expected = variation = 0.0
+    for n in range(2):
+        for k in range(3):
+            if weights[n, k] > 0:
+                expected -= weights[n, k] * torch.log_softmax(logits[n, k], -1)[labels[n, k]]
+                p, q = target[n, k].softmax(-1), logits[n, k].softmax(-1)
+                variation += weights[n, k] * (1 - torch.minimum(p, q).sum())  # the other definition of the distance
+    total = weights.sum()
+    close = dict(rtol=1e-5, atol=1e-6)  # float32 sums of a dozen terms
+    assert torch.allclose(losses.cross_entropy(logits, labels, weights), expected / total, **close)
+    assert torch.allclose(losses.total_variation(logits, target, weights), variation / total, **close)
+    hidden, head = torch.randn(11, 4, generator=rng, requires_grad=True), torch.randn(5, 4, generator=rng)
+    y, w = torch.randint(0, 5, (11,), generator=rng), torch.rand(11, generator=rng)
+    whole = losses.cross_entropy(hidden @ head.T, y, w)
+    chunked, right = losses.chunked_cross_entropy(hidden, head, y, w, chunk=3)
+    assert torch.allclose(whole, chunked, **close)
+    assert torch.equal(right, (hidden @ head.T).argmax(-1) == y)
+    a, b = (torch.autograd.grad(x, hidden)[0] for x in (whole, chunked))
+    assert torch.allclose(a, b, **close)
+
+
+def test_confidence_learns_the_acceptance_chance():
+    logits = torch.zeros(1, 1, 2)
+    target = torch.tensor([[[math.log(3.0), 0.0]]])  # p = 0.75, 0.25 against q = 0.5, 0.5: TV 0.25, chance 0.75
+    guess = torch.zeros(1, 1, requires_grad=True)
+    loss = losses.confidence(guess, logits, target, torch.ones(1, 1))
+    (gradient,) = torch.autograd.grad(loss, guess)
+    assert torch.allclose(gradient, torch.tensor([[0.5 - 0.75]]), atol=1e-6)
+
+
+# the loop
+
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = torch.nn.Linear(6, 6)
+
+
+def run_line(directory, steps=12, stop_at=None, nan_at=None, quiet=True):
+    model = Line()
+    optimizers = make_optimizers(model, 1e-2, 1e-2)
+    loop = Loop(model, optimizers, directory, steps, warmup=2, every_seconds=0.0, log_every=1, quiet=quiet)
+    loop.resume()
+
+    def step(i):
+        generator = torch.Generator().manual_seed(step_seed(3, i))
+        x = torch.randn(4, 6, generator=generator)
+        loss = (model.matrix(x) - x.flip(-1)).square().mean()
+        if i == stop_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (loss * float("nan") if i == nan_at else loss), {}
+
+    loop.run(step)
+    return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_killed_run_resumes_exactly(tmp_path):
+    whole = run_line(tmp_path / "whole")
+    child = os.fork()
+    if child == 0:  # dies by SIGKILL in step 7
+        run_line(tmp_path / "killed", stop_at=7)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert run_line(tmp_path / "killed") == whole
+    assert len(set(whole)) == 12
+
+
+def test_nan_stops_with_a_sentence_and_keeps_the_checkpoint(tmp_path):
+    with pytest.raises(TrainingStopped, match="loss is nan at step 5.*last good checkpoint is"):
+        run_line(tmp_path, nan_at=5)
+    assert torch.load(tmp_path / "checkpoint.pt")["step"] == 5
+
+
+def test_interrupt_leaves_a_checkpoint(tmp_path):
+    model = Line()
+    loop = Loop(model, make_optimizers(model, 1e-2), tmp_path, 9, quiet=True)
+
+    def step(i):
+        if i == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return model.matrix.weight.square().sum(), {}
+
+    with pytest.raises(TrainingStopped, match=f"stopped at step 4 of 9; the checkpoint is {tmp_path}"):
+        loop.run(step)
+    assert torch.load(tmp_path / "checkpoint.pt")["step"] == 4
+
+
+def test_resume_refuses_another_schedule(tmp_path):
+    run_line(tmp_path)
+    with pytest.raises(ValueError, match="was made for 12 steps, this run has 13"):
+        run_line(tmp_path, steps=13)
+
+
+# parallel draft-verify-draft
+
+
+@pytest.fixture(scope="module")
+def tiny_target():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=23, hidden_size=16, num_hidden_layers=4, intermediate_size=24, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, initializer_range=0.3,
+    )
+    return Qwen3ForCausalLM(config).eval().requires_grad_(False)
+
+
+def tiny_drafter(target, mark="pre_norm", shift=0, markov="", seed=0):
+    config = DraftConfig(
+        vocab=23, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=24, taps=(0, 2), block=4,
+        mask_token=22, target_hidden=16, target_layers=4, theta=1e4, mark=mark, shift=shift,
+        markov_rank=4 if markov else 0, markov_type=markov or "vanilla",
+    )
+    embed = target.model.embed_tokens.weight.detach()
+    model = DraftModel(config, embed, target.lm_head.weight.detach()).initialise(seed, std=0.3)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        if mark:
+            model.carryover_mark.normal_(0, 0.3, generator=generator)
+        if markov:
+            model.markov_head.markov_w2.weight.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def records_like(drafter, target, rng):
+    """Two records that the drafter partly agrees with, so that all numbers of accepted drafts occur: random tokens,
+    then at some anchors the recorded tokens are replaced by the drafter's own."""
+    ids = torch.randint(0, 22, (2, 18), generator=rng)
+    lengths = torch.tensor([18, 13])
+    for s, n in ((4, 2), (8, drafter.c.proposals)):
+        anchors = torch.full((2, 1), s)
+        features, _ = rollout.record_pass(target, ids, drafter.c.taps)
+        rows = rollout.draft_rows(drafter, features, lengths, ids, anchors)
+        drafts, _ = drafter.propose(rows, torch.gather(ids, 1, anchors))
+        ids[:, s + 1 : s + 1 + n] = drafts[:, 0, :n]
+    anchors = torch.tensor([[3, 4, 8, 15], [4, 5, 8, 11]])
+    return ids, lengths, anchors, torch.tensor([[True] * 4, [True, True, True, False]])
+
+
+def sequential(drafter, target, ids, length, s):
+    """One branch the slow way: plain forwards over plain prefixes. -> accepted, moved anchor, rejected states, rows of
+    the second draft (or None where it has no next token)."""
+    def taps_of(tokens):
+        out = target.model(input_ids=tokens[None], output_hidden_states=True, use_cache=False)
+        return torch.cat([out.hidden_states[t + 1] for t in drafter.c.taps], -1)
+
+    def draft(prefix, carry):
+        at = len(prefix) - 1  # the anchor; its own state does not exist yet
+        keys = [drafter.outside_keys(drafter.features(taps_of(prefix)[:, :at]), torch.arange(at)[None])]
+        if carry is not None and carry[0].shape[1]:
+            keys.append(drafter.outside_keys(drafter.features(carry[0], carried=True), carry[1][None]))
+        outside = [tuple(torch.cat(p, 1) for p in zip(*layer)) for layer in zip(*keys)]
+        tokens = drafter.block_tokens(prefix[-1:])
+        every = torch.ones(1, 1, drafter.c.block, outside[0][0].shape[1] + drafter.c.block, dtype=torch.bool)
+        hidden = drafter(tokens, at + torch.arange(drafter.c.block)[None], outside, every)
+        return drafter.proposal_rows(hidden)[0]
+
+    with torch.no_grad():
+        drafts, _ = drafter.propose(draft(ids[: s + 1], None)[None], ids[s : s + 1])
+    drafts, accepted = drafts[0], 0
+    while accepted < len(drafts) and s + 1 + accepted < length and drafts[accepted] == ids[s + 1 + accepted]:
+        accepted += 1
+    moved = s + accepted + 1
+    states = taps_of(torch.cat([ids[: s + 1], drafts]))[:, s + 1 + accepted :]
+    rows = None
+    if moved + 1 < length:
+        rows = draft(ids[: moved + 1], (states, moved + torch.arange(states.shape[1])))
+    return drafts, accepted, moved, states[0], rows
+
+
+# float32: rounding of sums in another order, values of order 1; a wrong row is off by 0.01 or more
+ROUNDING = 2e-4
+
+
+@pytest.mark.parametrize("mark", ["pre_norm", "post_norm"])
+@pytest.mark.parametrize(("shift", "markov"), [(0, ""), (1, "vanilla"), (1, "gated"), (1, "rnn")])
+def test_parallel_equals_sequential(tiny_target, rng, mark, shift, markov):
+    drafter = tiny_drafter(tiny_target, mark, shift, markov)
+    ids, lengths, anchors, keep = records_like(drafter, tiny_target, rng)
+    branches = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, anchors, keep)
+    rows = rollout.draft_rows(drafter, branches.features, lengths, ids, branches.anchors, branches.carry())
+    labels, kept = data.block_labels(ids, lengths, branches.anchors, branches.keep, drafter.c.proposals)
+    logits = drafter.logits(rows, rollout.previous_tokens(ids, branches.anchors, labels))
+    weights = losses.position_weights(kept)
+    losses.cross_entropy(logits, labels, weights).backward()
+    got = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+    drafter.zero_grad()
+    seen, total, norm = set(), 0.0, weights.sum()
+    for n in range(2):
+        for a in range(4):
+            if not keep[n, a]:
+                assert not branches.keep[n, a]
+                continue
+            s, length = anchors[n, a].item(), lengths[n].item()
+            drafts, accepted, moved, states, slow = sequential(drafter, tiny_target, ids[n], length, s)
+            assert torch.equal(branches.drafts[n, a], drafts)
+            assert branches.accepted[n, a] == accepted
+            seen.add(accepted)
+            assert branches.keep[n, a] == (slow is not None)
+            if slow is None:
+                continue
+            assert branches.anchors[n, a] == moved
+            assert branches.rejected[n, a].tolist() == [i >= accepted for i in range(drafter.c.proposals)]
+            assert (branches.states[n, a, accepted:] - states).abs().amax() < ROUNDING if len(states) else True
+            assert (rows[n, a] - slow).abs().max() < ROUNDING
+            own = labels[n, a]
+            slow_logits = drafter.logits(slow, torch.cat([ids[n, moved : moved + 1], own[:-1]]))
+            assert (logits[n, a] - slow_logits).abs().max() < ROUNDING
+            valid = min(drafter.c.proposals, length - 1 - moved)
+            for k in range(valid):
+                total = total - math.exp(-k / 4) * torch.log_softmax(slow_logits[k], -1)[ids[n, moved + 1 + k]]
+    (total / norm).backward()
+    assert {0, drafter.c.proposals} <= seen, f"cases must hold none and all accepted, had {seen}"
+    for name, p in drafter.named_parameters():
+        assert (got[name] - p.grad).abs().max() < ROUNDING * max(1.0, p.grad.abs().max()), name
+
+
+def test_all_anchors_at_once_equal_one_at_a_time(tiny_target, rng):
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, anchors, keep = records_like(drafter, tiny_target, rng)
+    together = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, anchors, keep)
+    rows = rollout.draft_rows(drafter, together.features, lengths, ids, together.anchors, together.carry())
+    for a in range(4):
+        one = slice(a, a + 1)
+        alone = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, anchors[:, one], keep[:, one])
+        assert torch.equal(alone.accepted, together.accepted[:, one])
+        assert torch.equal(alone.anchors, together.anchors[:, one])
+        single = rollout.draft_rows(drafter, alone.features, lengths, ids, alone.anchors, alone.carry())
+        held = alone.keep
+        assert (single - rows[:, one])[held].abs().max() < ROUNDING if held.any() else True
+
+
+def test_empty_carry_is_the_baseline_bit_for_bit(tiny_target, rng):
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, anchors, keep = records_like(drafter, tiny_target, rng)
+    branches = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, anchors, keep)
+    nothing = branches.carry(torch.zeros_like(keep))
+    poisoned = (torch.full_like(nothing[0], 1e4), *nothing[1:])
+    plain = rollout.draft_rows(drafter, branches.features, lengths, ids, branches.anchors)
+    empty = rollout.draft_rows(drafter, branches.features, lengths, ids, branches.anchors, poisoned)
+    assert torch.equal(plain, empty)
+    # and beside branches that carry something, a branch that doesn't is the baseline up to the order of sums
+    some = branches.rejected.any(-1) & (torch.arange(4) % 2 == 0)
+    assert some.any()
+    mixed = rollout.draft_rows(drafter, branches.features, lengths, ids, branches.anchors, branches.carry(some))
+    assert (mixed - plain)[branches.keep & ~some].abs().max() < ROUNDING
+    assert (mixed - plain)[some].abs().max() > ROUNDING
+
+
+def test_mark_learns_exactly_when_something_is_carried(tiny_target, rng):
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, anchors, keep = records_like(drafter, tiny_target, rng)
+    branches = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, anchors, keep)
+    rejections = branches.rejected.any(-1)
+    assert rejections.any() and (branches.keep & ~rejections).any()
+    for chosen in (torch.zeros_like(keep), branches.keep & ~rejections, rejections):
+        drafter.zero_grad()
+        rows = rollout.draft_rows(drafter, branches.features, lengths, ids, branches.anchors, branches.carry(chosen))
+        rows[branches.keep].square().sum().backward()
+        moved = drafter.carryover_mark.grad.abs().sum().item() > 0
+        assert moved == bool((chosen & rejections).any())
+
+
+# data
+
+
+def test_records_round_trip_and_name_broken_lines(tmp_path):
+    rows = [{"kind": "a", "prompt_ids": [1, 2], "response_ids": [3], "temperature": 0.7}]
+    data.write_jsonl(tmp_path / "r.jsonl", rows)
+    (record,) = data.read_records(tmp_path)
+    assert (record.ids, record.start, record.temperature) == ([1, 2, 3], 2, 0.7)
+    (tmp_path / "r.jsonl").write_text('{"prompt_ids": [1]}\n')
+    with pytest.raises(ValueError, match="record 1 has no list response_ids"):
+        data.read_records(tmp_path / "r.jsonl")
+    (tmp_path / "r.jsonl").write_text("{}\n{oops\n")
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        data.read_records(tmp_path / "r.jsonl")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no .*jsonl file"):
+        data.read_records(tmp_path / "empty")
+
+
+def test_anchors_stay_in_the_response(rng):
+    records = [data.Record("", list(range(12)), 5, 0.0), data.Record("", list(range(7)), 5, 0.0)]
+    anchors, keep = data.sample_anchors(records, 4, rng)
+    assert keep.tolist() == [[True] * 4, [True] + [False] * 3]
+    for row, record in enumerate(records):
+        chosen = anchors[row][keep[row]].tolist()
+        assert len(set(chosen)) == len(chosen)
+        assert all(record.start <= s < len(record.ids) - 1 for s in chosen)
+
+
+def test_walk_counts_the_bonus():
+    # anchors 3..8 of a record of 10 tokens: 1 accepted, then all to the end
+    tokens, rounds, history = rollout.walk([1, 0, 5, 0, 0, 0], start=3, length=10)
+    assert (tokens, rounds, history) == (6, 2, [1, 5])
+
+
+def test_tasks_are_held_out_by_their_words():
+    words = {True: set(), False: set()}
+    for held in words:
+        for i in range(40):
+            sample = corpus.task("substitution", str(i), held)
+            assert sample == corpus.task("substitution", str(i), held)
+            words[held] |= set(re.findall(r"= (\w+)", sample.prompt))
+    assert words[True] and words[False] and not words[True] & words[False]

@@ -1,5 +1,7 @@
 """Drafting from many anchors of recorded responses at once, plain and as parallel draft-verify-draft."""
 
+from dataclasses import dataclass
+
 import torch
 
 from carryover_kernels.training import masks
@@ -15,6 +17,8 @@ def draft_rows(model, features, lengths, ids, anchors, carry=None):
     record = torch.arange(length).expand(n, length)
     outside = model.outside_keys(model.features(features), record)
     valid = record < lengths[:, None]
+    if carry is not None and not carry[2].any():
+        carry = None  # masked keys would still move the order of sums: an empty carry is the baseline bit for bit
     if carry is None:
         sight = masks.draft_sight(record, valid, anchors, block)
     else:
@@ -54,3 +58,80 @@ def walk(accepted, start, length):
         history.append(int(accepted[at - start]))
         tokens, rounds, at = tokens + gained, rounds + 1, at + gained
     return tokens, rounds, history
+
+
+# parallel draft-verify-draft (TRAINING_FACTS section 3; arXiv 2609.14717)
+
+
+@dataclass(frozen=True)
+class Branches:
+    """What the first draft and its verification left behind, all of it without gradient.
+
+    features [N, S, F] tap states of the record; drafts [N, A, P]; accepted [N, A]; anchors, keep [N, A]: the moved
+    anchors and which of them have a next token; states [N, A, P, F] tap states of the branch rows, positions
+    [N, A, P], rejected [N, A, P] bool: the rows that are carried.
+    """
+
+    features: torch.Tensor
+    drafts: torch.Tensor
+    accepted: torch.Tensor
+    anchors: torch.Tensor
+    keep: torch.Tensor
+    states: torch.Tensor
+    positions: torch.Tensor
+    rejected: torch.Tensor
+
+    def carry(self, chosen=None):
+        """The `carry` of draft_rows; chosen [N, A] bool leaves the others' carry empty."""
+        valid = self.rejected if chosen is None else self.rejected & chosen[..., None]
+        return self.states, self.positions, valid
+
+
+def _taps(hidden_states, taps):
+    return torch.cat([hidden_states[tap + 1] for tap in taps], -1)
+
+
+@torch.no_grad()
+def record_pass(target, ids, taps):
+    """One pass over recorded ids [N, S] (padded on the right): tap states [N, S, F] and the target's own KV cache."""
+    out = target.model(input_ids=ids, output_hidden_states=True, use_cache=True)
+    return _taps(out.hidden_states, taps), out.past_key_values
+
+
+@torch.no_grad()
+def verify_branches(target, past, lengths, anchors, drafts, taps):
+    """Tap states [N, A, P, F] of every branch's draft rows (the anchor's row is the recorded one), all branches in one
+    pass over the shared record. `past` is left with the branch rows appended: it is used up."""
+    n, count, proposals = drafts.shape
+    length = past.get_seq_length()
+    valid = torch.arange(length) < lengths[:, None]
+    sight = masks.branch_sight(valid, anchors, proposals)
+    mask = sight.dense()
+    if target.config._attn_implementation != "sdpa":
+        mask = torch.where(mask, 0.0, torch.finfo(target.dtype).min).to(target.dtype)
+    out = target.model(
+        input_ids=drafts.flatten(1), position_ids=sight.position, attention_mask=mask, past_key_values=past,
+        output_hidden_states=True, use_cache=True,
+    )
+    return _taps(out.hidden_states, taps).unflatten(1, (count, proposals))
+
+
+@torch.no_grad()
+def draft_and_verify(model, target, ids, lengths, anchors, keep, temperature=0.0, generator=None):
+    """First draft at all anchors by the drafter's real sampler, without carry; agreement with the record decides what
+    is accepted (for a sampled record this is exact: the recorded token is the target's sample). -> Branches."""
+    features, past = record_pass(target, ids, model.c.taps)
+    rows = draft_rows(model, features, lengths, ids, anchors)
+    drafts, _ = model.propose(rows, torch.gather(ids, 1, anchors), temperature, generator)
+    labels, kept = block_labels(ids, lengths, anchors, keep, model.c.proposals)
+    accepted = torch.cumprod(((drafts == labels) & kept).long(), -1).sum(-1)
+    states = verify_branches(target, past, lengths, anchors, drafts, model.c.taps)
+    moved = anchors + accepted + 1
+    keep = keep & (moved + 1 < lengths[:, None])  # without a next token there is nothing to learn: dropped, not clamped
+    steps = torch.arange(model.c.proposals)
+    return Branches(
+        features=features, drafts=drafts, accepted=accepted,
+        anchors=torch.where(keep, moved, anchors), keep=keep, states=states,
+        positions=anchors[..., None] + 1 + steps,
+        rejected=keep[..., None] & (steps >= accepted[..., None]),
+    )
