@@ -27,13 +27,14 @@ def philox(counter, key):
 
 def uniforms(seed: int, offset: int, step: int, stream: int, count: int) -> torch.Tensor:
     """``count`` uniforms strictly inside (0, 1), one a vocabulary id v: word v % 4 of counter v // 4. Float64, exact in float32."""
-    v = torch.arange(count)
-    words = philox(
-        (v // 4, torch.full_like(v, step + (stream << 16)), offset & WORD, (offset >> 32) & WORD),
-        (seed & WORD, (seed >> 32) & WORD),
-    )
-    word = torch.stack(words, dim=1)[torch.arange(count), v % 4]
-    return ((word >> 9).double() + 0.5) * 2.0**-23
+    key = (seed & WORD, (seed >> 32) & WORD)
+    fixed = (step + (stream << 16), offset & WORD, (offset >> 32) & WORD)
+    if count <= 64:  # Python's integers are quicker than small tensors
+        word = torch.tensor([w for c in range((count + 3) // 4) for w in philox((c, *fixed), key)], dtype=torch.int64)
+    else:
+        counters = torch.arange((count + 3) // 4)
+        word = torch.stack(philox((counters, *(torch.full_like(counters, f) for f in fixed)), key), dim=1).flatten()
+    return ((word[:count] >> 9).double() + 0.5) * 2.0**-23
 
 
 def gumbels(seed: int, offset: int, step: int, stream: int, count: int) -> torch.Tensor:

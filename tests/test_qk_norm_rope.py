@@ -40,7 +40,7 @@ def test_named_case(name, dtype, rng, device):
 def ragged(draw):
     dim = draw(st.integers(2, 80))
     return {
-        "rows": draw(st.integers(4, 9)),
+        "rows": draw(st.integers(4, 9)) + 64 // dim,  # enough elements for the yardstick's error not to be luck
         "q_heads": draw(st.integers(1, 5)),
         "kv_heads": draw(st.integers(1, 3)),
         "dim": dim,

@@ -34,6 +34,8 @@ def test_uniforms_are_inside_the_interval_and_exact_in_float32():
     # 4001 uniforms: the mean's standard error is 1 / sqrt(12 * 4001) = 0.0046; five of them.
     assert abs(float(u.mean()) - 0.5) < 0.023
     assert gumbels(1, 2, 3, STREAM_NEXT, 50).isfinite().all()
+    for count in range(1, 70):  # both ways of computing them
+        assert torch.equal(uniforms(-3, 2**35 + 1, 2, STREAM_DRAFT, count), u[:count])
 
 
 def test_every_coordinate_changes_the_numbers():
