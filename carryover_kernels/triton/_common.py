@@ -71,3 +71,19 @@ def uniforms(seed, offset, step, STREAM: tl.constexpr, v):
 def gumbels(seed, offset, step, STREAM: tl.constexpr, v):
     """Standard Gumbel noise: argmax(logits + gumbels) is a sample of softmax(logits)."""
     return -tl.log(-tl.log(uniforms(seed, offset, step, STREAM, v)))
+
+
+@triton.jit
+def tanh(x):
+    """By the exponential, and by its series near 0, where the exponential's difference would lose the digits."""
+    square = x * x
+    near = x * (1.0 + square * (-0.33333334 + square * (0.13333334 + square * (-0.053968254 + square * 0.021869488))))
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def rope_rotate(x, partner, first, cosine, sine):
+    """One element of a rotated pair: first = x cos - partner sin, second = x cos + partner sin."""
+    return x * cosine + tl.where(first, -partner, partner) * sine
