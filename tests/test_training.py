@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from carryover_kernels.training import corpus, data, losses, masks, rollout
+from carryover_kernels.training import carry, corpus, data, losses, masks, rollout
 from carryover_kernels.training.loop import Loop, TrainingStopped, make_optimizers, step_seed
 from carryover_kernels.training.model import DraftConfig, DraftModel
 
@@ -410,8 +410,41 @@ def test_mark_learns_exactly_when_something_is_carried(tiny_target, rng):
         drafter.zero_grad()
         rows = rollout.draft_rows(drafter, branches.features, lengths, ids, branches.anchors, branches.carry(chosen))
         rows[branches.keep].square().sum().backward()
-        moved = drafter.carryover_mark.grad.abs().sum().item() > 0
+        gradient = drafter.carryover_mark.grad
+        moved = gradient is not None and gradient.abs().sum().item() > 0
         assert moved == bool((chosen & rejections).any())
+
+
+def test_chained_decoding_walks_like_the_record(tiny_target, rng):
+    """Without carry the rounds are those of `walk`; with carry each round's rows are those of a plain second draft."""
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, _, _ = records_like(drafter, tiny_target, rng)
+    records = [data.Record("", ids[n, : lengths[n]].tolist(), 3, 0.0) for n in range(2)]
+    results = carry.chained(drafter, tiny_target, records, carry=False)
+    for n, record in enumerate(records):
+        row = torch.tensor([record.ids])
+        features, _ = rollout.record_pass(tiny_target, row, drafter.c.taps)
+        accepted = rollout.accepted_everywhere(drafter, features, row, len(record.ids), record.start)
+        assert results[n] == rollout.walk(accepted, record.start, len(record.ids))
+    with_carry = carry.chained(drafter, tiny_target, records, carry=True)
+    for n, (tokens, rounds, history) in enumerate(with_carry):
+        assert tokens == len(records[n].ids) - 1 - records[n].start and rounds == len(history)
+        # the first two rounds by hand: no carry, then the first one's rejected rows
+        first = torch.tensor([[records[n].start]])
+        row, length = ids[n : n + 1], lengths[n : n + 1]
+        branches = rollout.draft_and_verify(drafter, tiny_target, row, length, first, first > 0)
+        assert history[0] == branches.accepted.item()
+        if rounds > 1:
+            rows = rollout.draft_rows(drafter, branches.features, length, row, branches.anchors, branches.carry())
+            drafts, _ = drafter.propose(rows, torch.gather(row, 1, branches.anchors))
+            labels, kept = data.block_labels(row, length, branches.anchors, branches.keep, drafter.c.proposals)
+            assert history[1] == torch.cumprod(((drafts == labels) & kept).long(), -1).sum().item()
+
+
+def test_bootstrap_brackets_the_gain():
+    one, other = [(12, 3, [])] * 30, [(12, 4, [])] * 30
+    result = carry.paired_bootstrap(one, other, draws=200)
+    assert result["gain"] == pytest.approx(4 / 3 - 1) and result["low"] <= result["gain"] <= result["high"]
 
 
 # data

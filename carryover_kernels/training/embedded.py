@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from carryover_kernels.training import corpus, data, losses, rollout
 from carryover_kernels.training.model import DraftConfig, DraftModel
-from carryover_kernels.training.loop import Loop, TrainingStopped, make_optimizers, step_seed, write_json
+from carryover_kernels.training.loop import Loop, TrainingStopped, make_optimizers, progress_bar, step_seed, write_json
 
 END, MASK = "<|endoftext|>", "<|mask|>"
 
@@ -243,7 +243,7 @@ def load_target(directory, dtype=torch.float32):
 def write_records(settings, work, files, tokenizer, target, share=(0, 1)):
     prompts = record_prompts(settings, tokenizer, files, settings.records, settings.seed)
     log(f"records: {len(prompts)} prompts")
-    with progress("records", len(prompts)) as tick:
+    with progress_bar("records", len(prompts)) as tick:
         records = data.record(
             target, prompts, work / "records", max_new_tokens=settings.new_tokens,
             end_token=tokenizer.eos_token_id, temperatures=(0.0, 0.7), seed=settings.seed, share=share, on_batch=tick,
@@ -279,7 +279,7 @@ def train_drafter(settings, work, tokenizer, target, records, quiet=False):
     records = [r for r in records if len(r.ids) - r.start > 2]
     size = data.states_bytes(records, settings.taps, target.config.hidden_size)
     log(f"drafter: {len(records)} records, {size / 1e9:.2f} GB of tap states in memory")
-    with progress("tap states", len(records)) as tick:
+    with progress_bar("tap states", len(records)) as tick:
         states = data.cache_states(target, records, settings.taps, on_batch=tick)
     embed = target.model.embed_tokens.weight.detach()
     model = DraftModel(draft_config(settings, target, tokenizer), embed, embed)
@@ -324,7 +324,7 @@ def evaluate(settings, tokenizer, target, model, samples, batch=64):
     answers = encode(tokenizer, [s.response for s in samples])
     order = sorted(range(len(samples)), key=lambda i: (samples[i].kind, len(prompts[i])))
     responses = [None] * len(samples)
-    with progress("held-out responses", len(samples)) as tick:
+    with progress_bar("held-out responses", len(samples)) as tick:
         for i in range(0, len(order), batch):
             part = order[i : i + batch]
             out = data.respond(target, [prompts[j] for j in part], settings.new_tokens, tokenizer.eos_token_id)
@@ -460,22 +460,6 @@ def card(name, facts):
         f"temperature 0.7), {s['draft_steps']} steps of {s['draft_batch']} responses x {s['anchors']} anchors, seed "
         f"{s['seed']}, last training loss {facts['losses']['drafter']:.3f}.\n\n{table}\n{made}"
     )
-
-
-class progress:
-    """A rich progress bar as a context manager that gives a function tick(done)."""
-
-    def __init__(self, name, total):
-        from carryover_kernels.training.loop import _progress
-
-        self.bar, self.task = _progress(name, total, 0, False)
-
-    def __enter__(self):
-        self.bar.__enter__()
-        return lambda done: self.bar.update(self.task, completed=done)
-
-    def __exit__(self, *error):
-        return self.bar.__exit__(*error)
 
 
 def main(argv=None):

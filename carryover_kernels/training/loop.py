@@ -43,15 +43,19 @@ def learning_rate(step, steps, warmup, floor=0.0, horizon=None, decay=0):
     return factor * min(1.0, (steps - step) / decay) if decay else factor
 
 
-def make_optimizers(model, lr, muon_lr=0.0, weight_decay=0.0, no_muon=("embed_tokens", "lm_head", "markov", "confidence")):
+def make_optimizers(model, lr, muon_lr=0.0, weight_decay=0.0, mark_lr=None, no_muon=("embed_tokens", "lm_head", "markov", "confidence")):
     """AdamW for vectors and embeddings, Muon for matrices where muon_lr > 0. Frozen parameters are left out."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [p for n, p in named if muon_lr and p.ndim == 2 and not any(word in n for word in no_muon)]
     taken = {id(p) for p in matrices}
-    others = [p for _, p in named if id(p) not in taken]
+    groups = [
+        {"params": [p for n, p in named if id(p) not in taken and n != "carryover_mark"], "lr": lr},
+        {"params": [p for n, p in named if n == "carryover_mark"], "lr": mark_lr or lr},
+    ]
+    groups = [group for group in groups if group["params"]]
     optimizers = []
-    if others:
-        optimizers.append(torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0))
+    if groups:
+        optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0))
     if matrices:
         optimizers.append(
             torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
@@ -168,6 +172,20 @@ class Loop:
             self.save()
         finally:
             signal.signal(signal.SIGINT, previous)
+
+
+class progress_bar:
+    """A progress bar as a context manager that gives a function tick(done)."""
+
+    def __init__(self, name, total, quiet=False):
+        self.bar, self.task = _progress(name, total, 0, quiet)
+
+    def __enter__(self):
+        self.bar.__enter__()
+        return lambda done: self.bar.update(self.task, completed=done)
+
+    def __exit__(self, *error):
+        return self.bar.__exit__(*error)
 
 
 SHOWN = ("loss", "accepted", "seconds")

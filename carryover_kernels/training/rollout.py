@@ -117,21 +117,28 @@ def verify_branches(target, past, lengths, anchors, drafts, taps):
 
 
 @torch.no_grad()
-def draft_and_verify(model, target, ids, lengths, anchors, keep, temperature=0.0, generator=None):
+def draft_and_verify(model, target, ids, lengths, anchors, keep, temperature=0.0, generator=None, states=True):
     """First draft at all anchors by the drafter's real sampler, without carry; agreement with the record decides what
-    is accepted (for a sampled record this is exact: the recorded token is the target's sample). -> Branches."""
+    is accepted (for a sampled record this is exact: the recorded token is the target's sample). -> Branches. states
+    False: the anchors move all the same but the branches aren't verified, and nothing can be carried."""
     features, past = record_pass(target, ids, model.c.taps)
     rows = draft_rows(model, features, lengths, ids, anchors)
     drafts, _ = model.propose(rows, torch.gather(ids, 1, anchors), temperature, generator)
     labels, kept = block_labels(ids, lengths, anchors, keep, model.c.proposals)
     accepted = torch.cumprod(((drafts == labels) & kept).long(), -1).sum(-1)
-    states = verify_branches(target, past, lengths, anchors, drafts, model.c.taps)
+    left = verify_branches(target, past, lengths, anchors, drafts, model.c.taps) if states else None
     moved = anchors + accepted + 1
     keep = keep & (moved + 1 < lengths[:, None])  # without a next token there is nothing to learn: dropped, not clamped
     steps = torch.arange(model.c.proposals)
     return Branches(
         features=features, drafts=drafts, accepted=accepted,
-        anchors=torch.where(keep, moved, anchors), keep=keep, states=states,
+        anchors=torch.where(keep, moved, anchors), keep=keep, states=left,
         positions=anchors[..., None] + 1 + steps,
         rejected=keep[..., None] & (steps >= accepted[..., None]),
     )
+
+
+def plain_branches(features, anchors, keep, proposals):
+    """Branches of a plain training step: anchors where they are, nothing drafted, nothing carried."""
+    none = torch.zeros(*anchors.shape, proposals, dtype=torch.bool)
+    return Branches(features, None, torch.zeros_like(anchors), anchors, keep, None, None, none)

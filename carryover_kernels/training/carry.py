@@ -1,0 +1,152 @@
+"""Training with carryover, and how its gain is measured: recall at fixed anchors on and off, and chained decoding."""
+
+from dataclasses import dataclass
+
+import torch
+
+from carryover_kernels.training import data, losses, rollout
+from carryover_kernels.training.loop import step_seed
+
+
+@dataclass(frozen=True)
+class CarrySettings:
+    """mode: "carryover" (rejected rows are carried), "none" (the control: the same moved anchors, nothing carried) or
+    "plain" (anchors as sampled: more of the baseline's training). share: the part of branches that carry."""
+
+    mode: str = "carryover"
+    share: float = 1.0
+    temperature: float = 0.0
+    decay: float = losses.DECAY
+
+
+def set_mark(model, scale, seed):
+    """Starts the mark at N(0, scale): zero leaves rejected rows looking like committed ones."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        model.carryover_mark.normal_(0, 1, generator=generator).mul_(scale)
+
+
+def second_loss(model, ids, lengths, branches, settings, generator):
+    """Loss of the second draft at the moved anchors, and metrics. Only this pass has a gradient."""
+    labels, kept = data.block_labels(ids, lengths, branches.anchors, branches.keep, model.c.proposals)
+    weights = losses.position_weights(kept, settings.decay)
+    carry = None
+    if settings.mode == "carryover":
+        chosen = torch.rand(branches.keep.shape, generator=generator) < settings.share
+        carry = branches.carry(chosen)
+    rows = rollout.draft_rows(model, branches.features, lengths, ids, branches.anchors, carry)
+    logits = model.logits(rows, rollout.previous_tokens(ids, branches.anchors, labels))
+    loss = losses.cross_entropy(logits, labels, weights)
+    right = torch.cumprod(((logits.detach().argmax(-1) == labels) & kept).long(), -1).sum(-1)
+    accepted = right[branches.keep].float().mean().item() if branches.keep.any() else 0.0
+    return loss, {"accepted": accepted, "rejected": branches.rejected.sum(-1)[branches.keep].float().mean().item()}
+
+
+def carry_step(model, target, records, settings, *, seed, batch, anchors, states=None):
+    """A step function for Loop: draft, verify, draft again over `batch` records and `anchors` anchors each."""
+
+    def step(i):
+        generator = torch.Generator().manual_seed(step_seed(seed, i, 5))
+        part = [records[j] for j in data.similar_lengths(records, batch, generator)]
+        ids, lengths = data.pad_records(part)
+        first, keep = data.sample_anchors(part, anchors, generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            if settings.mode == "plain":
+                features, _ = rollout.record_pass(target, ids, model.c.taps)
+                branches = rollout.plain_branches(features, first, keep, model.c.proposals)
+            else:
+                branches = rollout.draft_and_verify(
+                    model, target, ids, lengths, first, keep, settings.temperature, generator,
+                    states=settings.mode == "carryover",
+                )
+            return second_loss(model, ids, lengths, branches, settings, generator)
+
+    return step
+
+
+@torch.no_grad()
+def recall(model, target, records, *, anchors, seed, ks=(1, 16), batch=16, drafter=None):
+    """Share of proposals whose recorded token is among the top k, carry on and off at the same moved anchors, same
+    weights. drafter: who makes the first draft (default: the model itself). Only branches that carry something count.
+    -> {pairs, on: {k: share}, off: {k: share}, on_by_position, off_by_position (k = 1)}."""
+    hits = {side: torch.zeros(len(ks), model.c.proposals) for side in ("on", "off")}
+    counts, pairs = torch.zeros(model.c.proposals), 0
+    generator = torch.Generator().manual_seed(seed)
+    ordered = sorted(records, key=lambda r: len(r.ids))
+    for i in range(0, len(ordered), batch):
+        part = ordered[i : i + batch]
+        ids, lengths = data.pad_records(part)
+        first, keep = data.sample_anchors(part, anchors, generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            branches = rollout.draft_and_verify(drafter or model, target, ids, lengths, first, keep)
+            carrying = branches.rejected.any(-1)
+            labels, kept = data.block_labels(ids, lengths, branches.anchors, carrying, model.c.proposals)
+            for side, carry in (("on", branches.carry()), ("off", None)):
+                rows = rollout.draft_rows(model, branches.features, lengths, ids, branches.anchors, carry)
+                logits = model.logits(rows, rollout.previous_tokens(ids, branches.anchors, labels)).float()
+                rank = (logits > torch.gather(logits, -1, labels[..., None])).sum(-1)
+                for j, k in enumerate(ks):
+                    hits[side][j] += ((rank < k) & kept).sum((0, 1))
+        counts += kept.sum((0, 1))
+        pairs += int(carrying.sum())
+    out = {"pairs": pairs, "slots": int(counts.sum())}
+    for side, h in hits.items():
+        out[side] = {str(k): (h[j].sum() / counts.sum()).item() for j, k in enumerate(ks)}
+        out[f"{side}_by_position"] = (h[0] / counts.clamp_min(1)).tolist()
+    return out
+
+
+@torch.no_grad()
+def chained(model, target, records, *, carry, batch=32):
+    """Greedy decoding replayed over greedy records: each round drafts with what its own last round left behind. The
+    record is what the target says, so agreement with it is verification. -> list of (tokens, rounds, accepted each)."""
+    results = [None] * len(records)
+    order = sorted(range(len(records)), key=lambda i: len(records[i].ids))
+    steps = torch.arange(model.c.proposals)
+    for begin in range(0, len(order), batch):
+        part = order[begin : begin + batch]
+        ids, lengths = data.pad_records([records[j] for j in part])
+        features, past = rollout.record_pass(target, ids, model.c.taps)
+        anchors = torch.tensor([[records[j].start] for j in part])
+        history = [[] for _ in part]
+        tokens = [0] * len(part)
+        left = None
+        while True:
+            active = anchors[:, 0] < lengths - 1
+            if not active.any():
+                break
+            rows = rollout.draft_rows(model, features, lengths, ids, anchors, left if carry else None)
+            drafts, _ = model.propose(rows, torch.gather(ids, 1, anchors))
+            labels, kept = data.block_labels(ids, lengths, anchors, active[:, None], model.c.proposals)
+            accepted = torch.cumprod(((drafts == labels) & kept).long(), -1).sum(-1)
+            if carry:
+                states = rollout.verify_branches(target, past, lengths, anchors, drafts, model.c.taps)
+                past.crop(-model.c.proposals)
+                rejected = (steps >= accepted[..., None]) & active[:, None, None]
+                left = (states, anchors[..., None] + 1 + steps, rejected)
+            for row, on in enumerate(active.tolist()):
+                if on:
+                    m = int(accepted[row, 0])
+                    tokens[row] += min(m + 1, int(lengths[row]) - 1 - int(anchors[row, 0]))
+                    history[row].append(m)
+            anchors = torch.where(active[:, None], anchors + accepted + 1, anchors).clamp_max(ids.shape[1] - 1)
+        for row, j in enumerate(part):
+            results[j] = (tokens[row], len(history[row]), history[row])
+    return results
+
+
+def acceptance_length(results):
+    """Tokens / rounds over all results: micro-averaged, the bonus counted."""
+    return sum(t for t, _, _ in results) / max(1, sum(r for _, r, _ in results))
+
+
+def paired_bootstrap(one, other, draws=10000, seed=0):
+    """Relative gain of `one` over `other` in acceptance length and its 95 % interval; the unit is the prompt."""
+    a = torch.tensor([[t, r] for t, r, _ in one], dtype=torch.float64)
+    b = torch.tensor([[t, r] for t, r, _ in other], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(one), (draws, len(one)), generator=generator)
+    ratio = [x[picks].sum(1) for x in (a, b)]
+    gains = (ratio[0][:, 0] / ratio[0][:, 1]) / (ratio[1][:, 0] / ratio[1][:, 1]) - 1
+    low, high = torch.quantile(gains, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return {"gain": acceptance_length(one) / acceptance_length(other) - 1, "low": low, "high": high}
