@@ -1,5 +1,6 @@
 """Loads the compiled libraries, and keeps the reason where one is absent."""
 
+import ctypes
 import importlib
 from pathlib import Path
 
@@ -31,3 +32,15 @@ def build_info():
         return importlib.import_module("carryover_kernels._build")
     except ImportError:
         return None
+
+
+def cpu_isa() -> tuple[str, list[str]]:
+    """The instruction set that the CPU library uses (or the sentence why none), and those that it could use here, slowest first."""
+    library = ctypes.CDLL(str(FOLDER / LIBRARIES["cpu"]))
+    library.carryover_cpu_isa.restype = library.carryover_cpu_isas.restype = ctypes.c_char_p
+    return library.carryover_cpu_isa().decode(), library.carryover_cpu_isas().decode().split(", ")
+
+
+def cmake_prefix() -> str:
+    """The folder to add to CMAKE_PREFIX_PATH for find_package(carryover_kernels)."""
+    return str(FOLDER)

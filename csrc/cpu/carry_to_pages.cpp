@@ -1,4 +1,5 @@
 // carry_to_pages on the CPU: a request's free slots are its pages from token seq_lens on, up to the first page it does not have.
+#include "carryover_kernels/ops.h"
 #include "../common/check.h"
 
 #include <algorithm>
@@ -13,7 +14,9 @@ int64_t room_end(const int32_t* table, int64_t first, int64_t last, int64_t page
   return last;
 }
 
-std::tuple<Tensor, Tensor, Tensor> carry_to_pages(
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> cpu::carry_to_pages(
     Tensor row_cache_slot, Tensor row_carry_slot, Tensor query_start_loc, Tensor block_table, Tensor seq_lens, int64_t page_size,
     int64_t num_block_rows, std::optional<Tensor> slot_capacity) {
   Checker check("carry_to_pages");
@@ -67,8 +70,6 @@ std::tuple<Tensor, Tensor, Tensor> carry_to_pages(
   return {row_slot, block_slot, lengths};
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("carry_to_pages", TORCH_BOX(&carry_to_pages)); }
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("carry_to_pages", TORCH_BOX(&cpu::carry_to_pages)); }
 
 }  // namespace carryover_kernels

@@ -1,10 +1,10 @@
 // clear_carry on the CPU.
+#include "carryover_kernels/ops.h"
 #include "../common/check.h"
 
 namespace carryover_kernels {
-namespace {
 
-void clear_carry(Tensor carry_slot_ids, Tensor carry_lens) {
+void cpu::clear_carry(Tensor carry_slot_ids, Tensor carry_lens) {
   Checker check("clear_carry");
   check.tensor("carry_slot_ids", carry_slot_ids, "R", kInt32, Layout::contiguous);
   check.tensor("carry_lens", carry_lens, "slots", kInt32, Layout::contiguous);
@@ -16,8 +16,6 @@ void clear_carry(Tensor carry_slot_ids, Tensor carry_lens) {
   }
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("clear_carry", TORCH_BOX(&clear_carry)); }
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("clear_carry", TORCH_BOX(&cpu::clear_carry)); }
 
 }  // namespace carryover_kernels

@@ -1,4 +1,5 @@
 // markov_sample on the CPU. Steps follow each other; within a step W2 is read once for all requests, cut over the vocabulary.
+#include "carryover_kernels/ops.h"
 #include "rows.h"
 
 #include <algorithm>
@@ -114,7 +115,9 @@ struct Heads {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> markov_sample(
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> cpu::markov_sample(
     Tensor base_logits, Tensor anchor_tokens, std::optional<Tensor> markov_w1, std::optional<Tensor> markov_w2, std::string head,
     std::optional<Tensor> hidden, std::optional<Tensor> head_weight, std::optional<Tensor> head_bias,
     std::optional<Tensor> confidence_weight, std::optional<Tensor> confidence_bias, std::optional<Tensor> draft_to_target,
@@ -248,8 +251,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> markov_sample(
   return {tokens, logits, probs, confidence};
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("markov_sample", TORCH_BOX(&markov_sample)); }
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("markov_sample", TORCH_BOX(&cpu::markov_sample)); }
 
 }  // namespace carryover_kernels

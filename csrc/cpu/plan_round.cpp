@@ -1,12 +1,12 @@
 // plan_round on the CPU. One pass over the requests; a row no request owns stays skipped.
+#include "carryover_kernels/ops.h"
 #include "../common/check.h"
 
 #include <algorithm>
 
 namespace carryover_kernels {
-namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> plan_round(
+std::tuple<Tensor, Tensor, Tensor, Tensor> cpu::plan_round(
     Tensor query_start_loc, Tensor num_rejected, Tensor positions, Tensor slot_mapping, Tensor carry_slot_ids, Tensor carry_lens,
     int64_t carry_capacity, std::optional<Tensor> carry_positions) {
   Checker check("plan_round");
@@ -67,8 +67,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_round(
   return {row_cache_slot, row_carry_slot, row_position, block_start};
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("plan_round", TORCH_BOX(&plan_round)); }
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("plan_round", TORCH_BOX(&cpu::plan_round)); }
 
 }  // namespace carryover_kernels

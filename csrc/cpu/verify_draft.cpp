@@ -1,4 +1,5 @@
 // verify_draft on the CPU: greedy, rejection and block verification. Requests are independent and run in parallel.
+#include "carryover_kernels/ops.h"
 #include "rows.h"
 
 #include <algorithm>
@@ -96,7 +97,9 @@ Choice block(const Request& request, std::vector<float>& p) {
   return {accepted, sample_residual(request, p, accepted_prefix, accepted)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> verify_draft(
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> cpu::verify_draft(
     Tensor draft_tokens, Tensor query_start_loc, std::optional<Tensor> target_logits, std::optional<Tensor> target_argmax,
     std::optional<Tensor> draft_probs, std::optional<Tensor> seeds, std::optional<Tensor> offsets, std::string method) {
   Checker check("verify_draft");
@@ -174,8 +177,6 @@ std::tuple<Tensor, Tensor, Tensor> verify_draft(
   return {num_accepted, next_token, num_rejected};
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("verify_draft", TORCH_BOX(&verify_draft)); }
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("verify_draft", TORCH_BOX(&cpu::verify_draft)); }
 
 }  // namespace carryover_kernels
