@@ -32,6 +32,17 @@ class Proposal(NamedTuple):
     hidden: torch.Tensor | None
 
 
+class Block(NamedTuple):
+    """What every layer of one block's pass needs beside its input. R requests of ``rows`` rows."""
+
+    state: DrafterState
+    slots: torch.Tensor  # [R] i32, -1 = padding
+    block_table: torch.Tensor  # [R, P] i32
+    seq_lens: torch.Tensor  # [R] i32, -1 = nothing to draft
+    positions: torch.Tensor  # [R * rows] i64
+    rows: int
+
+
 class CarryoverDrafter:
     """A DFlash, DSpark or speculators drafter.
 
@@ -286,13 +297,15 @@ class CarryoverDrafter:
             )
         if (self.device.type == "cpu" or _env.check_values()) and (anchor_tokens >= self.embed_tokens.shape[0]).any():
             raise ValueError(f"propose: anchor_tokens has {int(anchor_tokens.max())}, must be below {self.embed_tokens.shape[0]}")
-        start = state.seq_lens[state.rows_of(slots)].long()
+        state_rows = state.rows_of(slots)
+        start = state.seq_lens[state_rows].long()
         # A block that would leave the RoPE table proposes nothing (report R35), like padding.
         live = (slots >= 0) & (start + rows <= config.max_positions)
         anchor_tokens = torch.where(live, anchor_tokens, -1)
-        seq_lens = torch.where(live, start, -1).int()
+        positions = (start[:, None] + torch.arange(rows, device=self.device)).reshape(-1)
+        block = Block(state, slots, state.block_table[state_rows], torch.where(live, start, -1).int(), positions, rows)
 
-        hidden = self._block(state, slots, anchor_tokens, start, seq_lens, rows)
+        hidden = self._hidden(block, anchor_tokens)
         drafting = hidden[:, 1:] if config.layout == "own" else hidden
         logits = F.linear(drafting, self.lm_head)
         if config.logit_softcap:
@@ -334,10 +347,9 @@ class CarryoverDrafter:
         ids = torch.arange(probs.shape[-1], device=probs.device) + self.draft_to_target
         return probs.new_zeros(*probs.shape[:-1], self.config.vocab_size).index_copy_(-1, ids, probs)
 
-    def _block(self, state, slots, anchor_tokens, start, seq_lens, rows: int) -> torch.Tensor:
-        """[R, rows, H] after the final norm: slot 0 is the anchor at position ``start``, the others are masks behind it."""
-        config = self.config
-        requests = slots.shape[0]
+    def _hidden(self, block: Block, anchor_tokens: torch.Tensor) -> torch.Tensor:
+        """[R, rows, H] after the final norm: slot 0 is the anchor, the others are masks behind it."""
+        config, requests, rows = self.config, block.slots.shape[0], block.rows
         ids = torch.full((requests, rows), config.mask_token_id, dtype=torch.int64, device=self.device)
         ids[:, 0] = anchor_tokens.clamp(min=0)
         if self.mask_embedding is None:
@@ -347,16 +359,15 @@ class CarryoverDrafter:
             x[:, 0] = F.embedding(ids[:, 0], self.embed_tokens)
         if config.embed_scale != 1.0:
             x = x * self.embed_scale
-        positions = (start[:, None] + torch.arange(rows, device=self.device)).reshape(-1)
         x = x.reshape(requests * rows, -1)
         for index in range(config.num_layers):
-            x = self._layer(index, state, slots, seq_lens, positions, x, rows)
+            x = self._layer(index, block, x)
         return self._norm(x, self.norm).view(requests, rows, -1)
 
-    def _layer(self, index, state, slots, seq_lens, positions, x, rows: int) -> torch.Tensor:
+    def _layer(self, index: int, block: Block, x: torch.Tensor) -> torch.Tensor:
         weights = self.layers[index]
         norms = weights.norms
-        attended = self._attention(index, state, slots, seq_lens, positions, self._norm(x, norms["input_layernorm"]), rows)
+        attended = self._attention(index, block, self._norm(x, norms["input_layernorm"]))
         if self.config.family == "qwen3":
             x = x + attended
             return x + self._mlp(weights, self._norm(x, norms["post_attention_layernorm"]), F.silu)
@@ -364,12 +375,12 @@ class CarryoverDrafter:
         fed = self._mlp(weights, self._norm(x, norms["pre_feedforward_layernorm"]), lambda gate: F.gelu(gate, approximate="tanh"))
         return (x + self._norm(fed, norms["post_feedforward_layernorm"])) * weights.scalar
 
-    def _attention(self, index, state, slots, seq_lens, positions, x, rows: int) -> torch.Tensor:
+    def _attention(self, index: int, block: Block, x: torch.Tensor) -> torch.Tensor:
         config, weights, layer = self.config, self.layers[index], self.config.layers[index]
-        geometry = layer.geometry
+        geometry, state, rows = layer.geometry, block.state, block.rows
         q, k, v = qk_norm_rope(
             F.linear(x, weights.qkv, weights.qkv_bias),
-            positions,
+            block.positions,
             self.rope_tables[index],
             weights.q_norm,
             weights.k_norm,
@@ -388,12 +399,12 @@ class CarryoverDrafter:
             v.view(-1, rows, geometry.num_kv_heads, geometry.head_dim),
             state.k_cache[index],
             state.v_cache[index],
-            state.block_table[state.rows_of(slots)],
-            seq_lens,
+            block.block_table,
+            block.seq_lens,
             carry_k,
             carry_v,
             state.carry_lens if state.carry else None,
-            slots if state.carry else None,
+            block.slots if state.carry else None,
             scale=config.scale,
             causal=layer.causal,
             window_left=layer.window_left,
