@@ -76,6 +76,18 @@ def test_greedy_output_is_the_targets_own(pair, carryover, monkeypatch, seed):
     assert any(request.stats.carried for request in requests) == carryover
 
 
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "deepseek_v3", "gpt_neox", "olmo2"])
+def test_other_families_of_targets(family, tmp_path, monkeypatch, seed):
+    """Windows everywhere, sinks and experts, latent attention, other norms: the cache and masks of a batch serve them all."""
+    target = tiny_target(family, VOCAB)
+    drafter = tiny_drafter(tmp_path / "drafter", target)
+    foresee(monkeypatch, target, share=0.7, seed=seed)
+    requests = generate(target, drafter, PROMPTS[:4], 20, max_requests=3, stop_tokens=())
+    for prompt, request in zip(PROMPTS, requests):
+        assert request.tokens == own_greedy(target, prompt, 20)
+        assert sum(request.stats.accepted) > 0
+
+
 def test_alone_equals_batch(qwen, monkeypatch, seed):
     target, drafter = qwen
     foresee(monkeypatch, target, share=0.6, seed=seed)
@@ -563,6 +575,8 @@ def test_refused_targets(tmp_path):
         Target(model)
     with pytest.raises(FileNotFoundError, match="no config.json in .*, must be the folder of a Transformers checkpoint"):
         Target.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="Target: BloomForCausalLM fails in a ragged batch .*, must take 4-D masks and positions"):
+        tiny_target("bloom")
     hybrid = transformers.Qwen3NextConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2,

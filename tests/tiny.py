@@ -23,7 +23,17 @@ def tiny_model(family: str = "qwen3", vocab: int = 97, seed: int = 0, **options)
     if family == "gemma3":
         # Every other layer sees 5 tokens: prompts and answers of the tests are longer.
         shape |= dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2, query_pre_attn_scalar=8)
-    names = {"qwen3": "Qwen3", "llama": "Llama", "gemma3": "Gemma3"}
+    if family in ("mistral", "gpt_oss"):
+        shape |= dict(sliding_window=5)
+    if family == "gpt_oss":
+        shape |= dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    if family == "deepseek_v3":
+        shape |= dict(
+            num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
+            n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1,
+        )  # fmt: skip
+    names = {"qwen3": "Qwen3", "llama": "Llama", "gemma3": "Gemma3", "mistral": "Mistral", "gpt_oss": "GptOss", "deepseek_v3": "DeepseekV3"}
+    names |= {"gpt_neox": "GPTNeoX", "olmo2": "Olmo2", "bloom": "Bloom"}
     config_class = getattr(transformers, names[family] + ("TextConfig" if family == "gemma3" else "Config"))
     torch.manual_seed(seed)
     model = getattr(transformers, names[family] + "ForCausalLM")(config_class(**(shape | options)))

@@ -118,7 +118,8 @@ class RaggedCache(Cache):
 class Target:
     """A causal LM of Transformers and what a drafter needs of it: logits of several rows, taps, embeddings.
 
-    The model's own modules compute everything; this class gives them positions, a 4-D mask and a ``RaggedCache``.
+    The model's own modules compute everything; this class gives them positions, a 4-D mask and a ``RaggedCache``. One pass at a time: taps
+    are hooks on the model, so threads that share a model would catch each other's states.
 
     Args:
         model: a causal LM in eval mode, with ``eager`` or ``sdpa`` attention and full or sliding attention layers.
@@ -139,8 +140,8 @@ class Target:
         attention = getattr(self.config, "_attn_implementation", None)
         if attention not in ("eager", "sdpa"):
             raise ValueError(f"Target: attention implementation is '{attention}', must be 'sdpa' or 'eager' (only these take the mask of a batch)")
-        self.layers = _decoder_layers(model, self.config.num_hidden_layers)
         self.layer_types, self.windows = _layer_types(self.config, name)
+        self.layers = _decoder_layers(model, self.config.num_hidden_layers)
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocab_size, self.hidden_size = self.embed_tokens.shape[0], self.config.hidden_size
@@ -149,7 +150,13 @@ class Target:
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
         self._keeps_logits = "logits_to_keep" in accepted
         if check:
-            self._check_ragged(name)
+            try:
+                self._check_ragged(name)
+            except (TypeError, RuntimeError, ValueError, IndexError) as error:
+                if str(error).startswith("Target: "):
+                    raise
+                reason = str(error).strip().splitlines()[0]
+                raise ValueError(f"Target: {name} fails in a ragged batch ({reason}), must take 4-D masks and positions") from error
 
     @classmethod
     def from_pretrained(cls, path: str | Path, dtype: torch.dtype | None = None, device: str = "cpu") -> "Target":
