@@ -79,6 +79,34 @@ static inline void amx_block(const AmxOperand& a, const AmxOperand& b, const Amx
   amx_fence();
 }
 
+// One tile of A against up to four of B that lie b_tile bytes apart, C's tiles c_tile floats apart, from zero: A's rows may lie far apart
+// in memory (keys of one head), so each is read once.
+template <int B>
+static inline void amx_row(
+    const char* a, int64_t a_stride, const char* b, int64_t b_tile, float* c, int64_t c_tile, int64_t steps) {
+  amx_fence();
+  _tile_zero(0);
+  if constexpr (B > 1) _tile_zero(1);
+  if constexpr (B > 2) _tile_zero(2);
+  if constexpr (B > 3) _tile_zero(3);
+  for (int64_t step = 0; step < steps; ++step, a += 64, b += 1024) {
+    _tile_loadd(4, a, a_stride);
+    _tile_loadd(5, b, 64);
+    if constexpr (B > 1) _tile_loadd(6, b + b_tile, 64);
+    if constexpr (B > 2) _tile_loadd(7, b + 2 * b_tile, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (B > 3) _tile_loadd(5, b + 3 * b_tile, 64);
+    if constexpr (B > 1) _tile_dpbf16ps(1, 4, 6);
+    if constexpr (B > 2) _tile_dpbf16ps(2, 4, 7);
+    if constexpr (B > 3) _tile_dpbf16ps(3, 4, 5);
+  }
+  _tile_stored(0, c, 64);
+  if constexpr (B > 1) _tile_stored(1, c + c_tile, 64);
+  if constexpr (B > 2) _tile_stored(2, c + 2 * c_tile, 64);
+  if constexpr (B > 3) _tile_stored(3, c + 3 * c_tile, 64);
+  amx_fence();
+}
+
 static inline void amx_product(
     const AmxOperand& a, int a_tiles, const AmxOperand& b, int b_tiles, const AmxResult& c, int64_t steps, bool start, int64_t ahead = 0) {
   if (a_tiles == 2) {

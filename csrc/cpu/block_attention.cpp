@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../common/split_planner.h"
+#include "carryover_kernels/ops.h"
 #include "elem.h"
 #include "key_list.h"
 #include "workers.h"
@@ -59,7 +60,9 @@ void check_arguments(
   check.at_least("num_splits", num_splits, 0);
 }
 
-std::tuple<Tensor, Tensor> block_attention(
+}  // namespace
+
+std::tuple<Tensor, Tensor> cpu::block_attention(
     Tensor q, Tensor k_block, Tensor v_block, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
     std::optional<Tensor> carry_k, std::optional<Tensor> carry_v, std::optional<Tensor> carry_lens, std::optional<Tensor> carry_slot_ids,
     std::optional<Tensor> block_start, std::optional<Tensor> carry_positions, std::optional<double> scale, bool causal, int64_t window_left,
@@ -114,27 +117,32 @@ std::tuple<Tensor, Tensor> block_attention(
     totals[r] = key_list(args, r).total;
     longest = std::max(longest, totals[r]), all_keys += totals[r];
   }
-  const int64_t tasks = args.requests * args.kv_heads * row_tiles;
+  // A part takes as many heads as leave every thread busy, and whose outputs stay in half of L2.
+  const int64_t threads = torch::stable::get_num_threads();
+  // Requests counted by the longest's length: a short one does not keep a thread busy for as long.
+  const int64_t full_tasks = std::max<int64_t>(1, longest ? all_keys * row_tiles / longest : 1);
+  const int64_t head_groups = std::min(args.kv_heads, std::max<int64_t>(1, (threads + full_tasks - 1) / full_tasks));
+  const int64_t in_cache = std::max<int64_t>(1, 512 * 1024 / (kRowTile * args.head_dim * 4));
+  const int64_t part_heads = std::min(in_cache, (args.kv_heads + head_groups - 1) / head_groups);
+  const int64_t groups = (args.kv_heads + part_heads - 1) / part_heads;
   int64_t splits = num_splits;
-  if (splits == 0) {
-    // As many equal pieces as the longest list would make of the average: a short request does not pay for a long one's plan.
-    const int64_t full_tasks = std::max<int64_t>(1, longest ? all_keys * args.kv_heads * row_tiles / longest : 1);
-    splits = plan_splits(full_tasks, longest, torch::stable::get_num_threads(), kKeyTile);
-  }
+  if (splits == 0) splits = plan_splits(full_tasks * groups, longest, threads, kKeyTile);
   splits = std::clamp<int64_t>(splits, 1, std::max<int64_t>(1, (longest + kKeyTile - 1) / kKeyTile));
 
   std::vector<AttentionPart> parts;
-  parts.reserve(tasks * splits);
+  parts.reserve(args.requests * groups * row_tiles * splits);
   std::vector<std::pair<int64_t, int64_t>> merges;  // first part and count, where a task has several
   for (int64_t r = 0; r < args.requests; ++r) {
     const int64_t own_splits = std::clamp<int64_t>(std::min(splits, (totals[r] + kKeyTile - 1) / kKeyTile), 1, splits);
-    for (int64_t head = 0; head < args.kv_heads; ++head) {
+    for (int64_t head = 0; head < args.kv_heads; head += part_heads) {
+      const int64_t heads = std::min(part_heads, args.kv_heads - head);
       for (int64_t tile = 0; tile < row_tiles; ++tile) {
         if (own_splits > 1) merges.emplace_back(static_cast<int64_t>(parts.size()), own_splits);
         for (int64_t split = 0; split < own_splits; ++split) {
           const KeyRange keys = split_keys(totals[r], kKeyTile, own_splits, split);
           const int64_t first_row = tile * kRowTile;
-          parts.push_back({r, head, first_row, std::min(kRowTile, query_rows - first_row), keys.first, keys.last, nullptr, nullptr});
+          const int64_t num_rows = std::min(kRowTile, query_rows - first_row);
+          parts.push_back({r, head, heads, first_row, num_rows, keys.first, keys.last, nullptr, nullptr});
         }
       }
     }
@@ -142,19 +150,22 @@ std::tuple<Tensor, Tensor> block_attention(
 
   int64_t partial_parts = 0;
   for (const auto& merge : merges) partial_parts += merge.second;
-  const int64_t out_floats = kRowTile * args.head_dim, state_floats = kRowTile * 2;
+  const int64_t out_floats = part_heads * kRowTile * args.head_dim, state_floats = part_heads * kRowTile * 2;
   const Scratch partial_out(partial_parts * out_floats * 4), partial_state(partial_parts * state_floats * 4);
   int64_t used = 0;
   for (const auto& merge : merges) {
-    for (int64_t i = 0; i < merge.second; ++i, ++used) {
-      parts[merge.first + i].partial_out = partial_out.as<float>() + used * out_floats;
-      parts[merge.first + i].partial_state = partial_state.as<float>() + used * state_floats;
+    // Parts of one merge lie one behind another; the last group may have fewer heads than the space it gets.
+    const int64_t heads = parts[merge.first].num_heads;
+    for (int64_t i = 0; i < merge.second; ++i) {
+      parts[merge.first + i].partial_out = partial_out.as<float>() + used * out_floats + i * heads * kRowTile * args.head_dim;
+      parts[merge.first + i].partial_state = partial_state.as<float>() + used * state_floats + i * heads * kRowTile * 2;
     }
+    used += merge.second;
   }
 
   // Waking the other threads costs a few microseconds: not for less work than that.
   const bool alone = all_keys * query_rows * args.kv_heads * args.head_dim < 400000;
-  const int64_t workspace = table.attention_workspace(args);
+  const int64_t workspace = table.attention_workspace(args, part_heads);
   for_units(static_cast<int64_t>(parts.size()), workspace, alone, [&](int64_t unit, void* at) { table.attention_part(args, parts[unit], at); });
   for_units(static_cast<int64_t>(merges.size()), 0, alone || merges.size() < 4, [&](int64_t unit, void*) {
     table.attention_merge(args, parts[merges[unit].first], merges[unit].second);
@@ -162,8 +173,6 @@ std::tuple<Tensor, Tensor> block_attention(
   return {out, lse};
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("block_attention", TORCH_BOX(&block_attention)); }
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("block_attention", TORCH_BOX(&cpu::block_attention)); }
 
 }  // namespace carryover_kernels

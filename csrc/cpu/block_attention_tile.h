@@ -3,7 +3,8 @@
 // lies, and the softmax goes down columns. Nothing is gathered but keys that lie apart in memory, 16 at a time, for AMX.
 #pragma once
 
-#include "../common/online_softmax.h"
+#include <cmath>
+
 #include "amx.h"
 #include "key_list.h"
 #include "tile.h"
@@ -26,20 +27,29 @@ static inline bool attention_in_bf16(const AttentionArgs& args) {
 struct AttentionWork {
   bool bf16;
   int64_t width;  // head dim, padded for bf16
-  int64_t tiles, step_keys;
-  char *q, *k_rows, *v_rows, *zero_row;
-  float *scores, *out, *m, *d;
+  int64_t tiles, step_keys, num_heads;
+  char *all_q, *k_rows, *v_rows, *zero_row;
+  float *scores, *all_out, *all_m, *all_d;
+  // Those of the head at hand.
+  int64_t head;
+  char* q;
+  float *out, *m, *d;
   char *probabilities, *v_pairs;
   float *key_scale, *v_scale;
   int32_t *first_row, *last_row;
   const char **k_at, **v_at;
+  // Rows of the next step, to be prefetched while this one computes: with a page's heads side by side a head's rows lie kilobytes
+  // apart, too far for the hardware to follow.
+  const char **k_ahead, **v_ahead;
+  int64_t num_ahead, ahead_bytes;
 };
 
-static inline int64_t attention_layout(const AttentionArgs& args, char* base, AttentionWork& work) {
+static inline int64_t attention_layout(const AttentionArgs& args, int64_t num_heads, char* base, AttentionWork& work) {
   work.bf16 = attention_in_bf16(args);
   work.width = work.bf16 ? round_up(args.head_dim, 32) : args.head_dim;
   work.tiles = kRowTile / kLanes;
   work.step_keys = keys_a_step(work.bf16);
+  work.num_heads = num_heads;
   int64_t used = 0;
   const auto take = [&](int64_t bytes) {
     char* at = base + used;
@@ -47,15 +57,15 @@ static inline int64_t attention_layout(const AttentionArgs& args, char* base, At
     return at;
   };
   const int64_t keys = work.step_keys, row_bytes = work.width * (work.bf16 ? 2 : 4), lanes = work.tiles * kLanes;
-  work.q = take(lanes * row_bytes);
+  work.all_q = take(num_heads * lanes * row_bytes);
   work.k_rows = take(keys * row_bytes);
   work.v_rows = take(keys * row_bytes);
   work.zero_row = take(row_bytes);
   // Also the place of 16 rows on the way in and out.
   work.scores = reinterpret_cast<float*>(take((keys * lanes > work.width * kLanes ? keys * lanes : work.width * kLanes) * 4));
-  work.out = reinterpret_cast<float*>(take(lanes * work.width * 4));
-  work.m = reinterpret_cast<float*>(take(lanes * 4));
-  work.d = reinterpret_cast<float*>(take(lanes * 4));
+  work.all_out = reinterpret_cast<float*>(take(num_heads * lanes * work.width * 4));
+  work.all_m = reinterpret_cast<float*>(take(num_heads * lanes * 4));
+  work.all_d = reinterpret_cast<float*>(take(num_heads * lanes * 4));
   work.probabilities = work.bf16 ? take(lanes * keys * 2) : reinterpret_cast<char*>(work.scores);
   work.v_pairs = work.bf16 ? take(keys * row_bytes) : nullptr;
   work.key_scale = reinterpret_cast<float*>(take(keys * 4));
@@ -64,12 +74,23 @@ static inline int64_t attention_layout(const AttentionArgs& args, char* base, At
   work.last_row = reinterpret_cast<int32_t*>(take(keys * 4));
   work.k_at = reinterpret_cast<const char**>(take(keys * 8));
   work.v_at = reinterpret_cast<const char**>(take(keys * 8));
+  work.k_ahead = reinterpret_cast<const char**>(take(keys * 8));
+  work.v_ahead = reinterpret_cast<const char**>(take(keys * 8));
+  work.num_ahead = 0;
   return used;
 }
 
-static int64_t attention_workspace(const AttentionArgs& args) {
+static int64_t attention_workspace(const AttentionArgs& args, int64_t num_heads) {
   AttentionWork work;
-  return attention_layout(args, nullptr, work) + 64;
+  return attention_layout(args, num_heads, nullptr, work) + 64;
+}
+
+static inline void take_head(AttentionWork& work, int64_t first_head, int64_t index) {
+  const int64_t lanes = work.tiles * kLanes;
+  work.head = first_head + index;
+  work.q = work.all_q + index * lanes * work.width * (work.bf16 ? 2 : 4);
+  work.out = work.all_out + index * lanes * work.width;
+  work.m = work.all_m + index * lanes, work.d = work.all_d + index * lanes;
 }
 
 static inline const char* offset_of(const void* base, int64_t elements, Elem type) {
@@ -149,14 +170,24 @@ static inline KeyRun key_run(const AttentionArgs& args, const KeyList& keys, int
 static inline int64_t find_keys(
     const AttentionArgs& args, AttentionWork& work, const KeyList& keys, const AttentionPart& part, int64_t first, int64_t count,
     bool masked[kKeyTile / kLanes]) {
-  const float scale = args.scale * kLog2e;
+  const float scale = args.scale;
   const float cache_scale = scale * (args.k_scale ? *args.k_scale : 1.0f);
   const float v_scale = args.v_scale ? *args.v_scale : 1.0f;
   const int64_t padded = round_up(count, 32), row_bytes = work.width * (work.bf16 ? 2 : 4);
   for (int64_t group = 0; group < padded / kLanes; ++group) masked[group] = false;
 
   for (int64_t at = 0; at < count;) {
-    const KeyRun run = key_run(args, keys, part.request, part.kv_head, first + at, count - at);
+    const KeyRun run = key_run(args, keys, part.request, work.head, first + at, count - at);
+    // Most keys are a stretch of pages that every row sees and that is read in place.
+    const bool in_place = work.width == args.head_dim && run.type == (work.bf16 ? Elem::bf16 : Elem::f32);
+    if (run.k && run.scaled && in_place && (args.window_left < 0 || args.rows - 1 - run.relative <= args.window_left)) {
+      for (int64_t i = 0; i < run.count; ++i, ++at) {
+        work.first_row[at] = 0, work.last_row[at] = static_cast<int32_t>(args.rows - 1);
+        work.key_scale[at] = cache_scale, work.v_scale[at] = v_scale;
+        work.k_at[at] = run.k + i * run.k_step, work.v_at[at] = run.v + i * run.v_step;
+      }
+      continue;
+    }
     for (int64_t i = 0; i < run.count; ++i, ++at) {
       RowRange seen = {1, 0};
       if (run.k) {
@@ -186,6 +217,33 @@ static inline int64_t find_keys(
   return padded;
 }
 
+// Notes where the rows of the next head (or of the next step's first head) lie. Block and carried rows are few and mostly warm: pages only.
+static inline void look_ahead(
+    const AttentionArgs& args, AttentionWork& work, const KeyList& keys, const AttentionPart& part, int64_t head, int64_t first) {
+  int64_t last = keys.seen_committed < part.last_key ? keys.seen_committed : part.last_key;
+  if (last > first + work.step_keys) last = first + work.step_keys;
+  work.num_ahead = 0;
+  work.ahead_bytes = args.head_dim * elem_size(args.cache_type);
+  while (first < last) {
+    const KeyRun run = key_run(args, keys, part.request, head, first, last - first);
+    if (run.k)
+      for (int64_t i = 0; i < run.count; ++i) {
+        work.k_ahead[work.num_ahead] = run.k + i * run.k_step;
+        work.v_ahead[work.num_ahead++] = run.v + i * run.v_step;
+      }
+    first += run.count;
+  }
+}
+
+// Prefetches share `part` of `parts` of the noted rows into L2.
+static inline void fetch_ahead(const AttentionWork& work, int64_t part, int64_t parts) {
+  for (int64_t i = work.num_ahead * part / parts; i < work.num_ahead * (part + 1) / parts; ++i)
+    for (int64_t byte = 0; byte < work.ahead_bytes; byte += 64) {
+      __builtin_prefetch(work.k_ahead[i] + byte, 0, 2);
+      __builtin_prefetch(work.v_ahead[i] + byte, 0, 2);
+    }
+}
+
 static void pack_queries(const AttentionArgs& args, const AttentionWork& work, const AttentionPart& part, int64_t tiles) {
   const int64_t group = args.q_heads / args.kv_heads;
   const int64_t columns = work.bf16 ? work.width / 2 : work.width;
@@ -196,7 +254,7 @@ static void pack_queries(const AttentionArgs& args, const AttentionWork& work, c
       rows[lane] = nullptr;
       if (index >= part.num_rows) continue;
       const int64_t at =
-          part.request * args.q_request + row / group * args.q_row + (part.kv_head * group + row % group) * args.q_head;
+          part.request * args.q_request + row / group * args.q_row + (work.head * group + row % group) * args.q_head;
       // The probabilities' and scores' space is free before the first step: converted rows go there.
       char* copy = reinterpret_cast<char*>(work.scores) + lane * work.width * 4;
       rows[lane] = reinterpret_cast<const uint32_t*>(usable_row(args, work, offset_of(args.q, at, args.type), args.type, copy));
@@ -228,35 +286,25 @@ static void score_keys(AttentionWork& work, int64_t tiles, int64_t keys) {
 #if defined(__AMX_BF16__)
   if (work.bf16) {
     const int64_t row_bytes = work.width * 2, steps = work.width / 32, q_tile = work.width / 2 * kLanes * 4;
-    for (int64_t group = 0; group < keys; group += 32) {
-      AmxOperand a = {};
-      a.step = 64;
-      for (int half = 0; half < 2; ++half) {
-        const char** at = work.k_at + group + half * kLanes;
-        const int64_t stride = at[1] - at[0];
-        bool even = true;
-        for (int i = 2; i < kLanes; ++i) even &= at[i] - at[i - 1] == stride;
-        if (!even) {
-          char* rows = work.k_rows + (group + half * kLanes) * row_bytes;
-          for (int i = 0; i < kLanes; ++i)
-            if (at[i] != rows + i * row_bytes) memcpy(rows + i * row_bytes, at[i], static_cast<size_t>(row_bytes));
-          a.at[half] = rows, a.stride[half] = row_bytes;
-        } else {
-          a.at[half] = at[0], a.stride[half] = stride;
-        }
+    for (int64_t group = 0; group < keys; group += kLanes) {
+      const char** at = work.k_at + group;
+      const char* rows = at[0];
+      int64_t stride = at[1] - at[0];
+      bool even = true;
+      for (int i = 2; i < kLanes; ++i) even &= at[i] - at[i - 1] == stride;
+      if (!even) {
+        char* copies = work.k_rows + group * row_bytes;
+        for (int i = 0; i < kLanes; ++i)
+          if (at[i] != copies + i * row_bytes) memcpy(copies + i * row_bytes, at[i], static_cast<size_t>(row_bytes));
+        rows = copies, stride = row_bytes;
       }
-      for (int64_t tile = 0; tile < tiles; tile += 2) {
-        const int b_tiles = tiles - tile < 2 ? 1 : 2;
-        AmxOperand b = {};
-        AmxResult c = {};
-        b.step = 1024;
-        c.stride = 64;
-        for (int t = 0; t < 2; ++t) {
-          b.at[t] = work.q + (tile + t) * q_tile, b.stride[t] = 64;
-          for (int half = 0; half < 2; ++half)
-            c.at[half][t] = work.scores + ((tile + t) * work.step_keys + group + half * kLanes) * kLanes;
-        }
-        amx_product(a, 2, b, b_tiles, c, steps, false);
+      float* scores = work.scores + group * kLanes;
+      const int64_t scores_tile = work.step_keys * kLanes;
+      switch (tiles) {
+        case 1: amx_row<1>(rows, stride, work.q, q_tile, scores, scores_tile, steps); break;
+        case 2: amx_row<2>(rows, stride, work.q, q_tile, scores, scores_tile, steps); break;
+        case 3: amx_row<3>(rows, stride, work.q, q_tile, scores, scores_tile, steps); break;
+        default: amx_row<4>(rows, stride, work.q, q_tile, scores, scores_tile, steps);
       }
     }
     return;
@@ -272,7 +320,7 @@ static void score_keys(AttentionWork& work, int64_t tiles, int64_t keys) {
   }
 }
 
-// Softcap and masks of one tile of rows, where there are any: scores become final, in log2 units, with a key scale of 1.
+// Softcap and masks of one tile of rows, where there are any: scores become final, with a key scale of 1.
 static void settle_scores(
     const AttentionArgs& args, const AttentionWork& work, float* scores, const int32_t* rows_of_lanes, int64_t keys, const bool* masked,
     float* scales) {
@@ -282,7 +330,7 @@ static void settle_scores(
     if (!masked[group] && args.softcap == 0) continue;
     for (int64_t key = group * kLanes; key < (group + 1) * kLanes; ++key) {
       VecF s = load(scores + key * kLanes) * splat(work.key_scale[key]);
-      if (args.softcap > 0) s = tanh_of(s * splat(kLn2 / args.softcap)) * splat(args.softcap * kLog2e);
+      if (args.softcap > 0) s = tanh_of(s / splat(args.softcap)) * splat(args.softcap);
       const VecI seen = at_most(splat_int(work.first_row[key]), row) & at_most(row, splat_int(work.last_row[key]));
       store(scores + key * kLanes, select(seen, s, hidden));
       scales[key] = 1.0f;
@@ -306,8 +354,8 @@ static inline VecI pair_of(VecF even, VecF odd) {
 
 // Scores of one tile of rows become probabilities; the state and the output so far are brought to the new maximum.
 static void soften(
-    const AttentionArgs& args, AttentionWork& work, int64_t tile, const int32_t* rows_of_lanes, int64_t keys, const bool* masked,
-    bool any_masked, bool first) {
+    const AttentionArgs& args, AttentionWork& work, int64_t tile, int64_t tiles, const int32_t* rows_of_lanes, int64_t keys,
+    const bool* masked, bool any_masked, bool first) {
   float* scores = work.scores + tile * work.step_keys * kLanes;
   float own_scales[kKeyTile];
   const float* scales = work.key_scale;
@@ -326,25 +374,29 @@ static void soften(
   const VecF m = maximum(maximum(highest[0], highest[1]), maximum(highest[2], highest[3]));
   const VecF empty = splat(-__builtin_inff());
   const VecF shift = select(equal(m, empty), splat(0.0f), m);  // softmax_shift
-  const VecF factor = exp2_of(before - shift);
+  const VecF factor = exp_of(before - shift);
   store(work.m + tile * kLanes, m);
 
   VecF sum[2] = {splat(0.0f), splat(0.0f)};
   const bool scaled = args.v_scale != nullptr;
   const auto probability = [&](int64_t key) {
     VecF s = load(scores + key * kLanes), scale = splat(scales[key]);
-    VecF p = exp2_of(s * scale - shift);
+    VecF p = exp_of(s * scale - shift);
     sum[key & 1] = sum[key & 1] + p;
     return scaled ? p * splat(work.v_scale[key]) : p;
   };
   if (!work.bf16) {
-    for (int64_t key = 0; key < keys; key += 2) {
-      const VecF a = probability(key), b = probability(key + 1);
-      store(scores + key * kLanes, a), store(scores + (key + 1) * kLanes, b);
+    for (int64_t key = 0; key < keys; key += 32) {
+      fetch_ahead(work, (tile * keys + key) / 32, tiles * keys / 32);
+      for (int64_t i = key; i < key + 32; i += 2) {
+        const VecF a = probability(i), b = probability(i + 1);
+        store(scores + i * kLanes, a), store(scores + (i + 1) * kLanes, b);
+      }
     }
   } else {
     int32_t* to = reinterpret_cast<int32_t*>(work.probabilities) + tile * work.step_keys / 2 * kLanes;
     for (int64_t key = 0; key < keys; key += 32) {
+      fetch_ahead(work, (tile * keys + key) / 32, tiles * keys / 32);
 #if defined(__AMX_BF16__)
       // AMX wants the rows' probabilities as A: rows of 32 keys, the transpose of the 16 pairs.
       __m512i pairs[16];
@@ -417,86 +469,109 @@ static void add_values(AttentionWork& work, int64_t tiles, int64_t keys, bool fi
   }
 }
 
+// Natural units, unlike online_softmax.h's log2: the float32 lse would lose a bit in scaling there and back.
+static inline float weight_of(float m, float highest) { return m == -__builtin_inff() ? 0.0f : expf(m - highest); }
+
 // Divides, adds the sink and stores one row; `values` is overwritten.
-static void finish_row(const AttentionArgs& args, const AttentionPart& part, int64_t index, SoftmaxState state, float* values) {
-  const int64_t group = args.q_heads / args.kv_heads, row = part.first_row + index;
-  const int64_t head = part.kv_head * group + row % group;
+static void finish_row(const AttentionArgs& args, int64_t request, int64_t kv_head, int64_t row, float m, float d, float* values) {
+  const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group + row % group;
+  const int64_t at = (request * args.rows + row / group) * args.q_heads + head;
+  const bool empty = m == -__builtin_inff();
   float factor = 1.0f;
-  if (args.sinks) factor = softmax_add_sink(state, args.sinks[head] * kLog2e);
-  factor *= softmax_inverse(state);
-  for (int64_t d = 0; d < args.head_dim; ++d) values[d] = state.m == -__builtin_inff() ? 0.0f : values[d] * factor;
-  const int64_t at = (part.request * args.rows + row / group) * args.q_heads + head;
+  if (args.sinks && !empty) {
+    const float highest = args.sinks[head] > m ? args.sinks[head] : m;  // a large sink must not overflow
+    factor = weight_of(m, highest);
+    d = d * factor + weight_of(args.sinks[head], highest);
+    m = highest;
+  }
+  factor /= d;
+  for (int64_t i = 0; i < args.head_dim; ++i) values[i] = empty ? 0.0f : values[i] * factor;
   from_floats(static_cast<char*>(args.out) + at * args.head_dim * elem_size(args.type), args.type, values, args.head_dim);
-  if (args.lse) args.lse[at] = softmax_lse(state);
+  if (args.lse) args.lse[at] = empty ? m : m + logf(d);
+}
+
+// Row `index` of a head's row tiles, whole (`values`) or as a part of its keys.
+static void put_row(
+    const AttentionArgs& args, const AttentionPart& part, const AttentionWork& work, int64_t index, float* values) {
+  if (!part.partial_out) {
+    finish_row(args, part.request, work.head, part.first_row + index, work.m[index], work.d[index], values);
+    return;
+  }
+  const int64_t at = (work.head - part.first_head) * kRowTile + index;
+  memcpy(part.partial_out + at * args.head_dim, values, static_cast<size_t>(args.head_dim) * 4);
+  part.partial_state[at * 2] = work.m[index], part.partial_state[at * 2 + 1] = work.d[index];
 }
 
 static void attention_part(const AttentionArgs& args, const AttentionPart& part, void* workspace) {
   AttentionWork work;
   char* base = static_cast<char*>(workspace);
   base += -reinterpret_cast<intptr_t>(base) & 63;
-  attention_layout(args, base, work);
+  attention_layout(args, part.num_heads, base, work);
   const KeyList keys = key_list(args, part.request);
   const int64_t tiles = (part.num_rows + kLanes - 1) / kLanes, group = args.q_heads / args.kv_heads;
 
   int32_t rows_of_lanes[kRowTile];
-  for (int64_t i = 0; i < tiles * kLanes; ++i) {
-    rows_of_lanes[i] = static_cast<int32_t>((part.first_row + i) / group);
-    work.m[i] = -__builtin_inff(), work.d[i] = 0.0f;
-  }
-  if (part.first_key < part.last_key) {
-    memset(work.zero_row, 0, static_cast<size_t>(work.width * (work.bf16 ? 2 : 4)));
-    pack_queries(args, work, part, tiles);
-  } else {
-    memset(work.out, 0, static_cast<size_t>(tiles * kLanes * work.width * 4));
+  for (int64_t i = 0; i < tiles * kLanes; ++i) rows_of_lanes[i] = static_cast<int32_t>((part.first_row + i) / group);
+  memset(work.zero_row, 0, static_cast<size_t>(work.width * (work.bf16 ? 2 : 4)));
+  for (int64_t index = 0; index < part.num_heads; ++index) {
+    take_head(work, part.first_head, index);
+    for (int64_t i = 0; i < tiles * kLanes; ++i) work.m[i] = -__builtin_inff(), work.d[i] = 0.0f;
+    if (part.first_key < part.last_key) {
+      pack_queries(args, work, part, tiles);
+    } else {
+      memset(work.out, 0, static_cast<size_t>(tiles * kLanes * work.width * 4));
+    }
   }
 
+  // Heads inside keys: the heads of a token lie side by side in most caches, in the same page of memory.
   for (int64_t key = part.first_key; key < part.last_key; key += work.step_keys) {
     const bool first = key == part.first_key;
     const int64_t count = part.last_key - key < work.step_keys ? part.last_key - key : work.step_keys;
-    bool masked[kKeyTile / kLanes], any_masked = false;
-    const int64_t padded = find_keys(args, work, keys, part, key, count, masked);
-    for (int64_t i = 0; i < padded / kLanes; ++i) any_masked |= masked[i];
-    score_keys(work, tiles, padded);
-    for (int64_t tile = 0; tile < tiles; ++tile)
-      soften(args, work, tile, rows_of_lanes + tile * kLanes, padded, masked, any_masked, first);
-    add_values(work, tiles, padded, first);
+    for (int64_t index = 0; index < part.num_heads; ++index) {
+      take_head(work, part.first_head, index);
+      bool masked[kKeyTile / kLanes], any_masked = false;
+      const int64_t padded = find_keys(args, work, keys, part, key, count, masked);
+      for (int64_t i = 0; i < padded / kLanes; ++i) any_masked |= masked[i];
+      const bool last_head = index + 1 == part.num_heads;
+      look_ahead(args, work, keys, part, last_head ? part.first_head : work.head + 1, last_head ? key + work.step_keys : key);
+      score_keys(work, tiles, padded);
+      for (int64_t tile = 0; tile < tiles; ++tile)
+        soften(args, work, tile, tiles, rows_of_lanes + tile * kLanes, padded, masked, any_masked, first);
+      add_values(work, tiles, padded, first);
+    }
   }
 
   float* rows = work.scores;  // free again: [16][width]
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t count = part.num_rows - tile * kLanes < kLanes ? part.num_rows - tile * kLanes : kLanes;
-    float* out = work.out + tile * kLanes * work.width;
-    if (!(work.bf16 && kHasAmx)) {
-      unpack_lanes(rows, work.width, out, work.width, count);
-      out = rows;
-    }
-    for (int64_t lane = 0; lane < count; ++lane) {
-      const int64_t index = tile * kLanes + lane;
-      const SoftmaxState state = {work.m[index], work.d[index]};
-      if (!part.partial_out) {
-        finish_row(args, part, index, state, out + lane * work.width);
-        continue;
+  for (int64_t index = 0; index < part.num_heads; ++index) {
+    take_head(work, part.first_head, index);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t count = part.num_rows - tile * kLanes < kLanes ? part.num_rows - tile * kLanes : kLanes;
+      float* out = work.out + tile * kLanes * work.width;
+      if (!(work.bf16 && kHasAmx)) {
+        unpack_lanes(rows, work.width, out, work.width, count);
+        out = rows;
       }
-      memcpy(part.partial_out + index * args.head_dim, out + lane * work.width, static_cast<size_t>(args.head_dim) * 4);
-      part.partial_state[index * 2] = state.m, part.partial_state[index * 2 + 1] = state.d;
+      for (int64_t lane = 0; lane < count; ++lane) put_row(args, part, work, tile * kLanes + lane, out + lane * work.width);
     }
   }
 }
 
-// Parts lie one behind another: [count][kRowTile][head_dim] outputs, [count][kRowTile][2] states.
 static void attention_merge(const AttentionArgs& args, const AttentionPart& part, int64_t count) {
-  for (int64_t index = 0; index < part.num_rows; ++index) {
-    float* values = part.partial_out + index * args.head_dim;
-    SoftmaxState state = {part.partial_state[index * 2], part.partial_state[index * 2 + 1]};
-    for (int64_t i = 1; i < count; ++i) {
-      const float* other = part.partial_state + (i * kRowTile + index) * 2;
-      const SoftmaxWeights merged = softmax_merge(state, {other[0], other[1]});
-      const float* more = part.partial_out + (i * kRowTile + index) * args.head_dim;
-      for (int64_t d = 0; d < args.head_dim; ++d) values[d] = values[d] * merged.first + more[d] * merged.second;
-      state = merged.state;
+  for (int64_t head = 0; head < part.num_heads; ++head)
+    for (int64_t index = 0; index < part.num_rows; ++index) {
+      const int64_t at = head * kRowTile + index;
+      float* values = part.partial_out + at * args.head_dim;
+      float m = part.partial_state[at * 2], d = part.partial_state[at * 2 + 1];
+      for (int64_t i = 1; i < count; ++i) {
+        const int64_t other = i * part.num_heads * kRowTile + at;
+        const float m2 = part.partial_state[other * 2], d2 = part.partial_state[other * 2 + 1];
+        const float highest = m > m2 ? m : m2, first = weight_of(m, highest), second = weight_of(m2, highest);
+        const float* more = part.partial_out + other * args.head_dim;
+        for (int64_t i = 0; i < args.head_dim; ++i) values[i] = values[i] * first + more[i] * second;
+        m = highest, d = d * first + d2 * second;
+      }
+      finish_row(args, part.request, part.first_head + head, part.first_row + index, m, d, values);
     }
-    finish_row(args, part, index, state, values);
-  }
 }
 
 }  // namespace

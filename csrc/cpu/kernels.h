@@ -42,10 +42,10 @@ struct AttentionArgs {
   int64_t window_left, window_right;
 };
 
-// Rows first_row.. of the group*rows query rows of (request, kv_head), keys first_key..last_key-1 of its key list.
+// KV heads first_head.., rows first_row.. of each one's group*rows query rows, keys first_key..last_key-1 of the request's key list.
 struct AttentionPart {
-  int64_t request, kv_head, first_row, num_rows, first_key, last_key;
-  // Where the part is not the whole key list: unnormalised output [num_rows, head_dim] and state [num_rows, 2]; else null.
+  int64_t request, first_head, num_heads, first_row, num_rows, first_key, last_key;
+  // Where the part is not the whole key list: unnormalised output [num_heads, kRowTile, head_dim] and state [.., 2]; else null.
   float *partial_out, *partial_state;
 };
 
@@ -101,9 +101,9 @@ struct KernelTable {
   const char* name;
 
   // One part of block_attention. workspace: attention_workspace bytes, 64-byte aligned, one a thread.
-  int64_t (*attention_workspace)(const AttentionArgs&);
+  int64_t (*attention_workspace)(const AttentionArgs&, int64_t num_heads);
   void (*attention_part)(const AttentionArgs&, const AttentionPart&, void* workspace);
-  // Merges `count` parts of one row tile that lie partial_stride floats apart, and stores the rows.
+  // Merges `count` parts of the same heads and rows, which lie one behind another, and stores the rows.
   void (*attention_merge)(const AttentionArgs&, const AttentionPart&, int64_t count);
 
   // project_states in three sweeps of independent units, a barrier between: pack states, fc, K/V with the whole epilogue.

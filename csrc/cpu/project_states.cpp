@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "carryover_kernels/ops.h"
 #include "elem.h"
 #include "workers.h"
 
@@ -72,7 +73,9 @@ void check_arguments(
   check.tensor("v_scale", v_scale, "L", kFloat32, Layout::contiguous);
 }
 
-void project_states(
+}  // namespace
+
+void cpu::project_states(
     Tensor states, std::optional<Tensor> fc_weight, Tensor kv_weight, std::optional<Tensor> kv_bias, std::optional<Tensor> k_norm_weight,
     std::optional<Tensor> mark, std::optional<Tensor> mark_kv, Tensor rope_table, Tensor row_cache_slot, Tensor row_carry_slot,
     Tensor row_position, std::vector<Tensor> k_cache, std::vector<Tensor> v_cache, std::optional<Tensor> carry_k,
@@ -148,8 +151,6 @@ void project_states(
   }
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("project_states", TORCH_BOX(&project_states)); }
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("project_states", TORCH_BOX(&cpu::project_states)); }
 
 }  // namespace carryover_kernels

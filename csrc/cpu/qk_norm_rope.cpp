@@ -1,13 +1,13 @@
 // qk_norm_rope on the CPU: checks and threads. The arithmetic is in qk_norm_rope_tile.h.
 #include <tuple>
 
+#include "carryover_kernels/ops.h"
 #include "elem.h"
 #include "workers.h"
 
 namespace carryover_kernels {
-namespace {
 
-std::tuple<Tensor, Tensor, Tensor> qk_norm_rope(
+std::tuple<Tensor, Tensor, Tensor> cpu::qk_norm_rope(
     Tensor qkv, Tensor positions, Tensor rope_table, std::optional<Tensor> q_norm_weight, std::optional<Tensor> k_norm_weight,
     int64_t num_q_heads, int64_t num_kv_heads, double eps, bool neox, bool share_kv, bool v_norm, bool rope_parity) {
   Checker check("qk_norm_rope");
@@ -52,8 +52,6 @@ std::tuple<Tensor, Tensor, Tensor> qk_norm_rope(
   return {q, k, v};
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("qk_norm_rope", TORCH_BOX(&qk_norm_rope)); }
+STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m) { m.impl("qk_norm_rope", TORCH_BOX(&cpu::qk_norm_rope)); }
 
 }  // namespace carryover_kernels
