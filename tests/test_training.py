@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from carryover_kernels.training import carry, corpus, data, losses, masks, rollout
+from carryover_kernels.training import carry, corpus, data, losses, masks, record, rollout, train
 from carryover_kernels.training.loop import Loop, TrainingStopped, make_optimizers, step_seed
 from carryover_kernels.training.model import DraftConfig, DraftModel
 
@@ -421,11 +421,11 @@ def test_chained_decoding_walks_like_the_record(tiny_target, rng):
     ids, lengths, _, _ = records_like(drafter, tiny_target, rng)
     records = [data.Record("", ids[n, : lengths[n]].tolist(), 3, 0.0) for n in range(2)]
     results = carry.chained(drafter, tiny_target, records, carry=False)
-    for n, record in enumerate(records):
-        row = torch.tensor([record.ids])
+    for n, one in enumerate(records):
+        row = torch.tensor([one.ids])
         features, _ = rollout.record_pass(tiny_target, row, drafter.c.taps)
-        accepted = rollout.accepted_everywhere(drafter, features, row, len(record.ids), record.start)
-        assert results[n] == rollout.walk(accepted, record.start, len(record.ids))
+        accepted = rollout.accepted_everywhere(drafter, features, row, len(one.ids), one.start)
+        assert results[n] == rollout.walk(accepted, one.start, len(one.ids))
     with_carry = carry.chained(drafter, tiny_target, records, carry=True)
     for n, (tokens, rounds, history) in enumerate(with_carry):
         assert tokens == len(records[n].ids) - 1 - records[n].start and rounds == len(history)
@@ -453,8 +453,8 @@ def test_bootstrap_brackets_the_gain():
 def test_records_round_trip_and_name_broken_lines(tmp_path):
     rows = [{"kind": "a", "prompt_ids": [1, 2], "response_ids": [3], "temperature": 0.7}]
     data.write_jsonl(tmp_path / "r.jsonl", rows)
-    (record,) = data.read_records(tmp_path)
-    assert (record.ids, record.start, record.temperature) == ([1, 2, 3], 2, 0.7)
+    (one,) = data.read_records(tmp_path)
+    assert (one.ids, one.start, one.temperature) == ([1, 2, 3], 2, 0.7)
     (tmp_path / "r.jsonl").write_text('{"prompt_ids": [1]}\n')
     with pytest.raises(ValueError, match="record 1 has no list response_ids"):
         data.read_records(tmp_path / "r.jsonl")
@@ -467,13 +467,13 @@ def test_records_round_trip_and_name_broken_lines(tmp_path):
 
 
 def test_anchors_stay_in_the_response(rng):
-    records = [data.Record("", list(range(12)), 5, 0.0), data.Record("", list(range(7)), 5, 0.0)]
-    anchors, keep = data.sample_anchors(records, 4, rng)
+    rows = [data.Record("", list(range(12)), 5, 0.0), data.Record("", list(range(7)), 5, 0.0)]
+    anchors, keep = data.sample_anchors(rows, 4, rng)
     assert keep.tolist() == [[True] * 4, [True] + [False] * 3]
-    for row, record in enumerate(records):
+    for row, one in enumerate(rows):
         chosen = anchors[row][keep[row]].tolist()
         assert len(set(chosen)) == len(chosen)
-        assert all(record.start <= s < len(record.ids) - 1 for s in chosen)
+        assert all(one.start <= s < len(one.ids) - 1 for s in chosen)
 
 
 def test_walk_counts_the_bonus():
@@ -490,3 +490,53 @@ def test_tasks_are_held_out_by_their_words():
             assert sample == corpus.task("substitution", str(i), held)
             words[held] |= set(re.findall(r"= (\w+)", sample.prompt))
     assert words[True] and words[False] and not words[True] & words[False]
+
+
+# the commands
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tiny_target):
+    """A target with tokenizer and a drafter as folders."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    root = tmp_path_factory.mktemp("folders")
+    words = {f"w{i}": i for i in range(22)} | {"<mask>": 22}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token="w1")
+    tiny_target.save_pretrained(root / "target")
+    tokenizer.save_pretrained(root / "target")
+    tiny_drafter(tiny_target, mark="").save(root / "drafter", torch.float32)
+    lines = [{"kind": "k", "prompt_ids": [2 + i % 15, 3, 4 + i]} for i in range(7)]
+    data.write_jsonl(root / "prompts.jsonl", lines)
+    return root
+
+
+def test_record_then_train(folders, tmp_path, capsys):
+    written = tmp_path / "records"
+    arguments = ["--target", str(folders / "target"), "--prompts", str(folders / "prompts.jsonl"), "--out", str(written)]
+    assert record.main([*arguments, "--max-new-tokens", "12", "--batch", "3"]) == 0
+    records = data.read_records(written)
+    assert len(records) == 7 and {r.temperature for r in records} == {0.0, 0.7}
+    common = ["--target", str(folders / "target"), "--records", str(written), "--drafter", str(folders / "drafter")]
+    common += ["--steps", "3", "--batch", "2", "--anchors", "3"]
+    out = tmp_path / "carry"
+    assert train.main([*common, "--out", str(out), "--work", str(tmp_path / "w")]) == 0
+    tensors = load_file(out / "model.safetensors")
+    assert tensors["carryover_mark"].dtype == torch.float32 and tensors["carryover_mark"].any()
+    assert json.loads((out / "config.json").read_text())["carryover_config"] == {"mark_site": "pre_norm"}
+    assert train.main([*common, "--out", str(tmp_path / "none"), "--work", str(tmp_path / "n"), "--mode", "none"]) == 0
+    assert "carryover_mark" not in load_file(tmp_path / "none" / "model.safetensors")
+    capsys.readouterr()
+    assert train.main([*common, "--out", str(out), "--work", str(tmp_path / "w"), "--steps", "4"]) == 1
+    assert "was made for 3 steps, this run has 4" in capsys.readouterr().err
+    assert train.main([*common[2:], "--target", str(tmp_path), "--out", "x", "--work", "y"]) == 1
+    assert "must be a folder with config.json" in capsys.readouterr().err
+
+
+def test_saved_drafter_reads_back(folders, tiny_target):
+    drafter = tiny_drafter(tiny_target, mark="")
+    again = DraftModel.load(folders / "drafter", embed=drafter.embed, head=drafter.head)
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert again.c == drafter.c

@@ -182,3 +182,14 @@ def similar_lengths(records, count, generator, window=128):
     window = min(max(window, count), len(order))
     begin = int(torch.randint(len(order) - window + 1, (), generator=generator))
     return [order[begin + j] for j in torch.randperm(window, generator=generator)[:count].tolist()]
+
+
+def load_target(path, dtype=torch.float32):
+    """A frozen Hugging Face causal LM and its tokenizer from a local folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not (Path(path) / "config.json").exists():
+        raise ValueError(f"train: target was {path}, must be a folder with config.json")
+    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    return model.eval().requires_grad_(False), tokenizer

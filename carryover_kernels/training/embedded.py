@@ -50,7 +50,9 @@ class Settings:
     block: int = 8
     draft_layers: int = 3
     draft_intermediate: int = 256
-    draft_steps: int = 2600
+    draft_steps: int = 1300
+    draft_horizon: int = 2600  # as for the target: the cosine's own length, and a line to zero at the end
+    draft_decay: int = 400
     draft_batch: int = 16
     anchors: int = 24
     draft_lr: float = 2e-3
@@ -59,7 +61,8 @@ class Settings:
 
 
 QUICK = dict(vocab=512, hidden=64, layers=4, intermediate=128, target_steps=30, target_horizon=30, target_decay=5, rows_per_step=4,
-             records=64, new_tokens=32, taps=(0, 1, 2), draft_layers=2, draft_intermediate=64, draft_steps=20, draft_batch=4,
+             records=64, new_tokens=32, taps=(0, 1, 2), draft_layers=2, draft_intermediate=64, draft_steps=20, draft_horizon=20,
+             draft_decay=5, draft_batch=4,
              anchors=4, held_out=4)
 
 
@@ -233,13 +236,6 @@ def record_prompts(settings, tokenizer, files, count, seed):
     return list(zip([s.kind for s in samples], encode(tokenizer, [s.prompt for s in samples]), strict=True))
 
 
-def load_target(directory, dtype=torch.float32):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype, local_files_only=True)
-    return model.eval().requires_grad_(False)
-
-
 def write_records(settings, work, files, tokenizer, target, share=(0, 1)):
     prompts = record_prompts(settings, tokenizer, files, settings.records, settings.seed)
     log(f"records: {len(prompts)} prompts")
@@ -287,7 +283,8 @@ def train_drafter(settings, work, tokenizer, target, records, quiet=False):
     log(f"drafter: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
     optimizers = make_optimizers(model, settings.draft_lr, settings.draft_muon_lr)
     loop = Loop(model, optimizers, work / "drafter_training", settings.draft_steps,
-                warmup=min(100, settings.draft_steps // 10), name="drafter", quiet=quiet)
+                warmup=min(100, settings.draft_steps // 10), horizon=settings.draft_horizon,
+                decay=settings.draft_decay, name="drafter", quiet=quiet)
     if loop.resume():
         log(f"drafter: goes on at step {loop.step}")
 
@@ -315,32 +312,33 @@ def held_out_prompts(settings, files):
     return samples
 
 
+def held_out_records(settings, work, tokenizer, target, samples):
+    """The target's greedy answers (float32) to the held-out prompts, kept in work/held_out."""
+    prompts = list(zip([s.kind for s in samples], encode(tokenizer, [s.prompt for s in samples]), strict=True))
+    with progress_bar("held-out responses", len(prompts)) as tick:
+        return data.record(
+            target, prompts, work / "held_out", max_new_tokens=settings.new_tokens,
+            end_token=tokenizer.eos_token_id, batch=64, on_batch=tick,
+        )
+
+
 @torch.no_grad()
-def evaluate(settings, tokenizer, target, model, samples, batch=64):
+def evaluate(settings, tokenizer, target, model, samples, records):
     """Greedy acceptance length (bonus counted, tokens / rounds over all prompts of a kind) in float32, held-out losses
     and how often the target solves a task exactly."""
     kinds = {}
-    prompts = encode(tokenizer, [s.prompt for s in samples])
-    answers = encode(tokenizer, [s.response for s in samples])
-    order = sorted(range(len(samples)), key=lambda i: (samples[i].kind, len(prompts[i])))
-    responses = [None] * len(samples)
-    with progress_bar("held-out responses", len(samples)) as tick:
-        for i in range(0, len(order), batch):
-            part = order[i : i + batch]
-            out = data.respond(target, [prompts[j] for j in part], settings.new_tokens, tokenizer.eos_token_id)
-            for j, response in zip(part, out, strict=True):
-                responses[j] = response
-            tick(min(i + batch, len(order)))
-    for sample, prompt, response, answer in zip(samples, prompts, responses, answers, strict=True):
+    answers = {tuple(r.ids[: r.start]): r for r in records}
+    for sample, prompt in zip(samples, encode(tokenizer, [s.prompt for s in samples]), strict=True):
+        record = answers[tuple(prompt)]
         entry = kinds.setdefault(sample.kind, {
             "prompts": 0, "tokens": 0, "rounds": 0, "by_position": [0] * model.c.proposals,
             "loss": 0.0, "loss_tokens": 0, "solved": 0,
         })
-        ids = torch.tensor([prompt + response])
-        features = data.tap_states(target, ids, settings.taps)
-        if ids.shape[1] - len(prompt) > 1:
-            accepted = rollout.accepted_everywhere(model, features, ids, ids.shape[1], len(prompt))
-            tokens, rounds, history = rollout.walk(accepted, len(prompt), ids.shape[1])
+        ids = torch.tensor([record.ids])
+        if ids.shape[1] - record.start > 1:
+            features = data.tap_states(target, ids, settings.taps)
+            accepted = rollout.accepted_everywhere(model, features, ids, ids.shape[1], record.start)
+            tokens, rounds, history = rollout.walk(accepted, record.start, ids.shape[1])
             entry["tokens"] += tokens
             entry["rounds"] += rounds
             for m in history:
@@ -348,10 +346,11 @@ def evaluate(settings, tokenizer, target, model, samples, batch=64):
                     entry["by_position"][k] += 1
         entry["prompts"] += 1
         if sample.response:
-            entry["solved"] += response[: len(answer)] == answer[: len(response)]
-            ids = torch.tensor([prompt + answer])
-            logits = target(ids).logits[0, len(prompt) - 1 : -1]
-            entry["loss"] += F.cross_entropy(logits, ids[0, len(prompt) :], reduction="sum").item()
+            (answer,) = encode(tokenizer, [sample.response])
+            written = record.ids[record.start :]
+            entry["solved"] += written[: len(answer)] == answer[: len(written)]
+            logits = target(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            entry["loss"] += F.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
             entry["loss_tokens"] += len(answer)
     for entry in kinds.values():
         entry["acceptance_length"] = entry["tokens"] / max(1, entry["rounds"])
@@ -382,7 +381,8 @@ def finish(settings, facts, work, out, files, tokenizer, target):
     model = DraftModel.load(work / "dflash", embed=embed, head=embed).eval()
     samples = held_out_prompts(settings, files)
     if not (work / "evaluation.json").exists():
-        result = evaluate(settings, tokenizer, target, model, samples)
+        records = held_out_records(settings, work, tokenizer, target, samples)
+        result = evaluate(settings, tokenizer, target, model, samples, records)
         result["library_loss"] = library_loss(settings, tokenizer, target, files)
         write_json(work / "evaluation.json", result)
     result = json.loads((work / "evaluation.json").read_text())
@@ -469,11 +469,14 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="tiny models, a minute: shows that the script works")
     parser.add_argument("--until", choices=["tokenizer", "target", "records", "drafter"], help="stop after this stage")
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch (default: its own choice)")
     parser.add_argument("--share", default="0/1", help="K/N: write only the K-th of N shares of the records, then stop")
     arguments = parser.parse_args(argv)
     settings = Settings(seed=arguments.seed, **(QUICK if arguments.quick else {}))
     work, out = arguments.work, arguments.out
     work.mkdir(parents=True, exist_ok=True)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     files, facts = corpus.standard_library()
     write_json(work / "settings.json", {"settings": asdict(settings), "library": facts})
     try:
@@ -489,10 +492,10 @@ def main(argv=None):
         if arguments.until == "target":
             return
         share = tuple(int(x) for x in arguments.share.split("/"))
-        records = write_records(settings, work, files, tokenizer, load_target(work / "target", torch.bfloat16), share)
+        records = write_records(settings, work, files, tokenizer, data.load_target(work / "target", torch.bfloat16)[0], share)
         if arguments.until == "records" or share[1] > 1:
             return
-        target = load_target(work / "target")
+        target = data.load_target(work / "target")[0]
         if not (work / "dflash").exists():
             train_drafter(settings, work, tokenizer, target, records).save(work / "dflash")
         if arguments.until == "drafter":

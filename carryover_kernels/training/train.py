@@ -1,45 +1,15 @@
-"""What `carryover record` and `carryover train` do, as plain functions; the command table lives in carryover_kernels.cli."""
+"""`carryover train`: a drafter for a target, on its recorded responses, with carryover or without."""
 
+import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from carryover_kernels.training import carry, data
-from carryover_kernels.training.loop import Loop, make_optimizers, progress_bar, step_seed, write_json
+from carryover_kernels.training.loop import Loop, TrainingStopped, make_optimizers, step_seed, write_json
 from carryover_kernels.training.model import DraftConfig, DraftModel
 
-
-def load_target(path, dtype=torch.float32):
-    """A frozen Hugging Face causal LM and its tokenizer from a local folder."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if not (Path(path) / "config.json").exists():
-        raise ValueError(f"train: target was {path}, must be a folder with config.json")
-    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    return model.eval().requires_grad_(False), tokenizer
-
-
-def record(target, prompts, out, *, max_new_tokens=256, temperatures=(0.0, 0.7), batch=64, seed=0):
-    """Lets the target at folder `target` answer the prompts of a JSONL file ({"prompt": text} or {"prompt_ids": [...]},
-    optional "kind") and writes folder `out`. Goes on where it was stopped. Returns the number of records."""
-    rows = data.read_jsonl(prompts)
-    model, tokenizer = load_target(target)
-    pairs = []
-    for number, row in enumerate(rows, 1):
-        ids = row.get("prompt_ids")
-        if ids is None and isinstance(row.get("prompt"), str):
-            ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
-        if not ids:
-            raise ValueError(f"{prompts}: line {number} has no prompt, must have prompt (text) or prompt_ids (a list)")
-        pairs.append((row.get("kind", ""), ids))
-    with progress_bar("record", len(pairs)) as tick:
-        records = data.record(
-            model, pairs, out, max_new_tokens=max_new_tokens, end_token=tokenizer.eos_token_id,
-            temperatures=temperatures, batch=batch, seed=seed, on_batch=tick,
-        )
-    return len(records)
+MODES = ("carryover", "none", "plain")
 
 
 def train(target, records, out, work, *, drafter=None, mode="carryover", mark_site="pre_norm", mark_scale=0.02,
@@ -51,9 +21,9 @@ def train(target, records, out, work, *, drafter=None, mode="carryover", mark_si
     carry.CarrySettings). work: checkpoint.pt and metrics.jsonl; the same call goes on from there.
     Raises TrainingStopped on Ctrl-C and on a loss that is not a number, with where the checkpoint is.
     """
-    if mode not in ("carryover", "none", "plain"):
+    if mode not in MODES:
         raise ValueError(f"train: mode was {mode!r}, must be 'carryover', 'none' or 'plain'")
-    model_target, _ = load_target(target)
+    model_target, _ = data.load_target(target)
     kept = [r for r in data.read_records(records) if len(r.ids) - r.start > 2]
     if not kept:
         raise ValueError(f"train: {records} holds no response of three tokens or more, must hold at least one")
@@ -81,3 +51,34 @@ def train(target, records, out, work, *, drafter=None, mode="carryover", mark_si
     return Path(out)
 
 
+def main(argv=None, prog=None):
+    """Returns 0, or 1 after a sentence on stderr."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser.add_argument("--target", required=True, help="folder of a Hugging Face causal LM")
+    parser.add_argument("--records", required=True, help="JSONL file or folder that `carryover record` wrote")
+    parser.add_argument("--drafter", required=True, help="folder of the drafter to start from")
+    parser.add_argument("--out", required=True, help="folder for the trained drafter")
+    parser.add_argument("--work", required=True, help="folder for checkpoint.pt and metrics.jsonl; training goes on there")
+    parser.add_argument("--mode", choices=MODES, default="carryover", help="none: same anchors, nothing carried")
+    parser.add_argument("--mark-site", choices=("pre_norm", "post_norm"), default="pre_norm")
+    parser.add_argument("--mark-scale", type=float, default=0.02, help="standard deviation of the mark at the start")
+    parser.add_argument("--share", type=float, default=1.0, help="part of the branches that carry")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=16, help="records a step")
+    parser.add_argument("--anchors", type=int, default=16, help="anchors a record")
+    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW, for vectors and heads")
+    parser.add_argument("--muon-lr", type=float, default=1e-3, help="Muon, for matrices; 0: AdamW for all")
+    parser.add_argument("--mark-lr", type=float, default=5e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = vars(parser.parse_args(argv))
+    try:
+        out = train(**arguments)
+    except (ValueError, OSError, TrainingStopped) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"train: written {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
