@@ -193,3 +193,8 @@ def load_target(path, dtype=torch.float32):
     model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     return model.eval().requires_grad_(False), tokenizer
+
+
+def encode(tokenizer, texts):
+    """Token ids without special tokens, one list a text."""
+    return [e.ids for e in tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)]
