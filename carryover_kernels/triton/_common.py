@@ -22,6 +22,16 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def cast(x, DTYPE: tl.constexpr):
+    """float32 to DTYPE, to nearest even as the GPU rounds; the interpreter would cut bf16 off, so there it is rounded by hand first."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        up = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, up.to(tl.uint32).to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
 def page_offset(slot, page_size, stride_page, stride_slot):
     """Element offset of a flat slot in a paged cache. 64 bits: pages times a page's stride passes 2**31 soon."""
     slot = slot.to(tl.int64)
@@ -84,6 +94,46 @@ def tanh(x):
 
 
 @triton.jit
-def rope_rotate(x, partner, first, cosine, sine):
-    """One element of a rotated pair: first = x cos - partner sin, second = x cos + partner sin."""
-    return x * cosine + tl.where(first, -partner, partner) * sine
+def pair_index(j, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, NEOX: tl.constexpr):
+    """A head as two vectors a and b, so that a rotated pair is (a[j], b[j]) whatever the layout: where each lies in the head, and whether it is there.
+
+    Lanes up to ROTARY / 2 are the pairs; the elements that do not turn follow, half of them in each vector.
+    """
+    half: tl.constexpr = ROTARY // 2
+    rest: tl.constexpr = (HEAD_DIM - ROTARY + 1) // 2
+    if NEOX:
+        first, second = j, j + half
+    else:
+        first, second = 2 * j, 2 * j + 1
+    a = tl.where(j < half, first, ROTARY + j - half)
+    b = tl.where(j < half, second, ROTARY + rest + j - half)
+    there = j < half + rest
+    return a, b, there & (a < HEAD_DIM), there & (b < HEAD_DIM)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, PARITY: tl.constexpr):
+    """x as DTYPE holds it under rope_parity, else as it is."""
+    if PARITY:
+        return cast(x, DTYPE).to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def rope_rotate(a, b, cosine, sine, DTYPE: tl.constexpr, PARITY: tl.constexpr):
+    """The pair (a, b) turned by the angle; every product and sum is rounded under rope_parity."""
+    first = rounded(rounded(a * cosine, DTYPE, PARITY) - rounded(b * sine, DTYPE, PARITY), DTYPE, PARITY)
+    second = rounded(rounded(b * cosine, DTYPE, PARITY) + rounded(a * sine, DTYPE, PARITY), DTYPE, PARITY)
+    return first, second
+
+
+@triton.jit
+def store_scaled(pointer, value, scale, mask):
+    """Store value / scale in the pointer's dtype; fp8 saturates at its largest finite value."""
+    value = value / scale
+    if pointer.dtype.element_ty == tl.float8e4nv:
+        value = tl.minimum(tl.maximum(value, -448.0), 448.0)
+    if pointer.dtype.element_ty == tl.float8e5:
+        value = tl.minimum(tl.maximum(value, -57344.0), 57344.0)
+    tl.store(pointer, cast(value, pointer.dtype.element_ty), mask=mask)

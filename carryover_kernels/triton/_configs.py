@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
+from .. import _env, _native
+
 TABLE = Path(__file__).with_name("configs.json")
 
 
@@ -17,7 +19,9 @@ def table() -> dict:
 
 @functools.cache
 def architecture() -> str:
-    """'sm_90' and the like for this GPU; the default's rows serve where it is unknown, and under the interpreter."""
+    """'sm_90' and the like for this GPU; 'interpreter', whose tiles are small so that small tests cross their edges. Else the default's rows serve."""
+    if _env.triton_interprets():
+        return "interpreter"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return f"sm_{major}{minor}"
@@ -36,3 +40,18 @@ def config(kernel: str, arch: str | None = None, **shape) -> SimpleNamespace:
             if row.get("bits", bits) == bits and all(values[key] <= most for key, most in row.get("at_most", {}).items()):
                 return SimpleNamespace(**row["tile"])
     raise LookupError(f"{kernel}: no row of configs.json serves {shape}, must have a default row without bounds")
+
+
+@functools.cache
+def workers(device: torch.device) -> int:
+    """Programs that run at once; a round number under the interpreter, so that splits are tried there too."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def plan_splits(tasks: int, length: int, device: torch.device, tile: int) -> int:
+    """In how many parts each of ``tasks`` cuts its ``length`` keys or ids: the C++ planner, or 1 where it is not built.
+
+    From shapes alone: a captured graph keeps its count when lengths change.
+    """
+    build = _native.build_info()
+    return build.plan_splits(tasks, length, workers(device), tile) if build is not None else 1

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .. import _native
-from ._common import INTERPRETED, LN2, LOG2E, dot, key_visible, page_offset, softmax_shift, tanh
+from ._common import LN2, LOG2E, cast, dot, key_visible, page_offset, softmax_shift, tanh
 from ._configs import config
 
 
@@ -25,7 +25,7 @@ def attend(q, k, v, visible, m, d, acc, scale_log2, softcap, v_scale, SOFTCAP: t
     d = d * alpha + tl.sum(p, axis=1)
     # A key that no row sees may hold anything: its V must not meet even a zero weight.
     v = tl.where(tl.max(visible.to(tl.int32), axis=0)[:, None] > 0, v, 0.0).to(v.dtype)
-    acc = dot((p * v_scale).to(v.dtype), v, acc * alpha[:, None])
+    acc = dot(cast(p * v_scale, v.dtype), v, acc * alpha[:, None])
     return m_new, d, acc
 
 
@@ -151,7 +151,7 @@ def block_attention_kernel(
         factor, lse = finish(m, d, sink_log2)
         # A row without keys is 0 by selection: its acc may not be multiplied into being.
         out = tl.where((factor > 0)[:, None], acc * factor[:, None], 0.0)
-        tl.store(out_ptr + out_row[:, None] * HEAD_DIM + lane_d[None, :], out.to(out_ptr.dtype.element_ty), mask=live_row[:, None] & in_head[None, :])
+        tl.store(out_ptr + out_row[:, None] * HEAD_DIM + lane_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=live_row[:, None] & in_head[None, :])
         if HAS_LSE:
             tl.store(lse_ptr + out_row, lse, mask=live_row)
     else:
@@ -189,7 +189,7 @@ def merge_kernel(
         sink_log2 = tl.load(sinks_ptr + row % Q_HEADS) * LOG2E
     factor, lse = finish(m, d, sink_log2)
     out = tl.where(factor > 0, acc * factor, 0.0)
-    tl.store(out_ptr + row * HEAD_DIM + lane_d, out.to(out_ptr.dtype.element_ty), mask=in_head)
+    tl.store(out_ptr + row * HEAD_DIM + lane_d, cast(out, out_ptr.dtype.element_ty), mask=in_head)
     if HAS_LSE:
         tl.store(lse_ptr + row, lse)
 
