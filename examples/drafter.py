@@ -21,7 +21,7 @@ for file in sorted(target_path.glob("*.safetensors")):  # a drafter without an e
 embed = target.get("embed_tokens.weight")
 drafter = CarryoverDrafter.from_pretrained(path, embed_tokens=embed, lm_head=target.get("lm_head.weight", embed))
 config = drafter.config
-print(f"{config.format} drafter, {config.num_layers} layers, block {config.block_size}: {config.num_draft_tokens} proposals, taps {config.taps}")
+print(f"{config.format} drafter of {config.num_layers} layers: {config.num_draft_tokens} proposals a block, taps {config.taps}")
 
 torch.manual_seed(0)  # stand-in for the target's tap states, [rows, taps x hidden]
 width = drafter.tensors["fc.weight"].shape[1]

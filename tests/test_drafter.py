@@ -1,6 +1,7 @@
 """The drafter: golden rounds, the three formats in and out, what is refused, and its life between rounds.
 
-Parity tests run on the reference ops and on the backend under test (``ops``), the others on the latter (``backend``). Config-level reports have a test named after their row.
+Parity tests run on the reference ops and on the backend under test (``ops``), the others on the latter (``backend``). Config-level
+reports have a test named after their row.
 """
 
 import copy

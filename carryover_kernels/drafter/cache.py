@@ -82,7 +82,8 @@ class DrafterState:
         """Grow ``slot`` to hold ``num_tokens`` committed tokens in all; smaller than it has is no change. Raises as ``allocate`` does."""
         owned = self._owned(slot)
         if num_tokens > self.config.max_positions:
-            raise ValueError(f"allocate: num_tokens is {num_tokens}, must be at most {self.config.max_positions}: the drafter's positions end")
+            most = self.config.max_positions
+            raise ValueError(f"allocate: num_tokens is {num_tokens}, must be at most {most}: there the drafter's positions end")
         wanted = -(-num_tokens // self.page_size)
         missing = wanted - len(owned)
         if missing > len(self._free_pages):
@@ -135,7 +136,8 @@ class DrafterState:
         """
         rows, requests = torch.arange(positions.shape[0], device=self.device), slots.shape[0]
         if query_start_loc.shape[0] != requests + 1:
-            raise ValueError(f"absorb: query_start_loc has {query_start_loc.shape[0]} entries, must have {requests + 1}: slots names {requests}")
+            entries = query_start_loc.shape[0]
+            raise ValueError(f"absorb: query_start_loc has {entries} entries, must have {requests + 1}: slots names {requests}")
         if requests == 0 or positions.shape[0] == 0:
             return torch.full_like(positions, -1)
         owner = torch.bucketize(rows, query_start_loc[1:].long(), right=True)  # the request whose rows these are, R = nobody's

@@ -104,6 +104,7 @@ class DrafterConfig:
         wanted = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         if not 1 <= wanted <= self.num_draft_tokens:
             raise ValueError(
-                f"propose: num_draft_tokens is {wanted}, must be 1 to {self.num_draft_tokens}: the block was trained at {self.block_size} rows"
+                f"propose: num_draft_tokens is {wanted}, must be 1 to {self.num_draft_tokens}: "
+                f"the block was trained at {self.block_size} rows"
             )
         return wanted + 1 if self.layout == "own" else wanted

@@ -61,8 +61,8 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
 def write_checkpoint(path, source: dict, tensors: dict[str, torch.Tensor], mask_embedding: torch.Tensor | None = None) -> None:
     """Write a checkpoint folder so that ``path`` is at every moment the old one, the new one or (for one rename) absent, never half of one.
 
-    All is written to a temporary folder beside ``path`` that takes its name at the end. Files of an old checkpoint that aren't its config or
-    weights (a README, a tokenizer) move along; the old folder is removed last.
+    All is written to a temporary folder beside ``path`` that takes its name at the end. Files of an old checkpoint that aren't its
+    config or weights (a README, a tokenizer) move along; the old folder is removed last.
 
     Raises:
         FileExistsError: ``path`` is a file, or a folder that holds something other than a checkpoint; nothing was written.

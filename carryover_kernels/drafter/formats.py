@@ -14,8 +14,8 @@ MARK_SITES = ("pre_norm", "post_norm")
 
 # dflash_config keys that are read below, or that say nothing about one drafter pass. Any other one is refused.
 DFLASH_KEYS = {
-    "target_layer_ids", "mask_token_id", "block_size", "causal", "use_swa", "swa_window_size", "use_aux_hidden_state", "attention_sink_bias",
-    "attention_value_scale", "sample_from_anchor", "mask_token", "projector_type", "num_target_layers", "layer_ids",
+    "target_layer_ids", "mask_token_id", "block_size", "causal", "use_swa", "swa_window_size", "use_aux_hidden_state",
+    "attention_sink_bias", "attention_value_scale", "sample_from_anchor", "mask_token", "projector_type", "num_target_layers", "layer_ids",
 }  # fmt: skip
 ROPE_REQUIRED = {
     "default": set(),
@@ -274,7 +274,7 @@ def _ids(keys: Keys, key: str, least: int) -> list[int]:
 def _taps(keys: Keys, key: str, num_target_layers) -> tuple[int, ...]:
     ids = _ids(keys, key, least=-1)
     if num_target_layers is not None and max(ids) >= num_target_layers - 1:
-        # Hugging Face stores the state AFTER the final norm there, caches and hooks the one before: no way to tell which was trained on (R05).
+        # Hugging Face stores the state AFTER the final norm there, caches and hooks the one before (R05): training used either.
         raise CheckpointError(f"{keys.where}: {key} is {ids}, must be below the target's last layer, {num_target_layers - 1}")
     return tuple(ids)
 
@@ -412,7 +412,9 @@ def check_tensors(config: DrafterConfig, tensors: dict[str, torch.Tensor]) -> No
         if len(known[name]) != tensor.dim() or any(w not in (-1, s) for w, s in zip(known[name], tensor.shape)):
             raise CheckpointError(f"checkpoint: tensor {name} has shape {list(tensor.shape)}, must be {list(known[name])}")
         if name not in ("d2t", "t2d") and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise CheckpointError(f"checkpoint: tensor {name} has dtype {tensor.dtype}, must be float32, bfloat16 or float16, not quantised")
+            raise CheckpointError(
+                f"checkpoint: tensor {name} has dtype {tensor.dtype}, must be float32, bfloat16 or float16, not quantised"
+            )
     columns = tensors["fc.weight"].shape[1]
     if columns == 0 or columns % len(config.taps):
         raise CheckpointError(

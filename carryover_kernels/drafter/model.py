@@ -86,7 +86,9 @@ class CarryoverDrafter:
 
         stored_mark = tensors.get(MARK)
         self.tensors = {
-            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items() if name != MARK
+            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+            for name, tensor in tensors.items()
+            if name != MARK
         }
         # Where a checkpoint mixes dtypes, what saving must give back.
         kept = dtype is None
@@ -166,7 +168,7 @@ class CarryoverDrafter:
         return cls(config, tensors, dtype, device, embed_tokens, lm_head, mark, mark_site, mask_embedding, rope_parity)
 
     def save_pretrained(self, path) -> None:
-        """Write the checkpoint back in its source format (tensors bit for bit, config key for key), plus ``carryover_mark`` if there is a mark.
+        """Write the checkpoint back in its source format (tensors bit for bit, config key for key), with ``carryover_mark`` where there is one.
 
         Borrowed tensors are not written. A folder that exists is replaced only once the new one is complete.
         """
@@ -236,7 +238,7 @@ class CarryoverDrafter:
         row_cache_slot, row_carry_slot, row_position, block_start = plan_round(
             query_start_loc, num_rejected, positions, slot_mapping, carry_slots, state.carry_lens, state.capacity
         )
-        # Layers of several geometries run fc once each: its result stays in float32 inside the op (report R46), no known checkpoint has two.
+        # Layers of several geometries run fc once each: its result stays in float32 inside the op (R46), and no known checkpoint has two.
         for index, group in enumerate(self.groups):
             project_states(
                 states,

@@ -50,7 +50,8 @@ def verify_arguments(
     requests = prefix_lens.shape[0]
     device = prefix_lens.device
     if out_cache_loc.numel() != requests * block_size:
-        raise ValueError(f"verify_arguments: out_cache_loc has {out_cache_loc.numel()} entries, must have {requests * block_size}: R * block_size")
+        entries, wanted = out_cache_loc.numel(), requests * block_size
+        raise ValueError(f"verify_arguments: out_cache_loc has {entries} entries, must have {wanted}: R * block_size")
     offsets = torch.arange(block_size, device=device)
     ids = carry_slot_ids(req_pool_indices, padding_slot)
     live = (ids >= 0)[:, None]
@@ -90,7 +91,7 @@ def page_views(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def block_table(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[R, ctx / page] i32 from ``req_to_token`` [reqs, ctx] i32: the page of each page_size tokens. Entries past a request's length are garbage.
+    """[R, ctx / page] i32 from ``req_to_token`` [reqs, ctx] i32: the page of each page_size tokens; garbage past a request's length.
 
     Page size 1 needs no division and no copy of more than the rows.
     """

@@ -1,9 +1,9 @@
 """vLLM (V1, model runner V2): the metadata of its DFlash speculator to the arguments of our ops.
 
 In ``propose`` of a speculator, vLLM has the target's whole verify batch on the device, rejected rows included, and runs fc and the K/V
-projection over all of it; the rejected part is then thrown away by position 0 and slot -1. Carryover keeps it: same GEMM rows, the rows' own
-positions, the mark, and a store by request slot. All functions take tensors (or the engine's own batch object), never sync, and import
-nothing of vLLM.
+projection over all of it; the rejected part is then thrown away by position 0 and slot -1. Carryover keeps it: same GEMM rows, the
+rows' own positions, the mark, and a store by request slot. All functions take tensors (or the engine's own batch object), never sync,
+and import nothing of vLLM.
 """
 
 import torch
@@ -47,14 +47,14 @@ def plan_arguments(input_batch, num_sampled: torch.Tensor, num_rejected: torch.T
 
 
 def padded_slot_ids(idx_mapping: torch.Tensor, num_reqs: int, out: torch.Tensor) -> torch.Tensor:
-    """Write the request slots of a captured graph's whole batch into ``out`` [padded R] i32: live ones, then -1 over the entire tail (R16, R18)."""
+    """Write request slots into ``out`` [padded R] i32 of a captured graph: live ones, then -1 over the whole tail (R16, R18)."""
     out[:num_reqs].copy_(idx_mapping[:num_reqs])
     out[num_reqs:].fill_(-1)
     return out
 
 
 def block_seq_lens(block_start: torch.Tensor, num_reqs: int, num_rows: int, max_model_len: int, out: torch.Tensor) -> torch.Tensor:
-    """Write committed lengths into ``out`` [padded R] i32 for ``block_attention``; -1 (no keys, rows give 0) where there is nothing to draft.
+    """Write committed lengths into ``out`` [padded R] i32 for ``block_attention``; -1 (no keys, rows give 0) where nothing is drafted.
 
     That is the tail of a captured graph's batch, and requests whose block of ``num_rows`` would pass ``max_model_len``: their drafts are
     to be ignored. Clamping their positions instead, as vLLM does, makes several block rows share one.
@@ -70,15 +70,16 @@ def kv_views(kv_cache: torch.Tensor, layout: str, head_dim: int) -> tuple[torch.
 
     Args:
         kv_cache: one layer's tensor, any outer strides.
-        layout: 'kv_first' [2, pages, page, Hkv, D]; 'block_first' [pages, 2, page, Hkv, D]; 'packed' [pages, Hkv, page, 2 D], K then V in the
-            last dimension. A cache kept heads-first behind these logical shapes needs nothing more: strides say so.
+        layout: 'kv_first' [2, pages, page, Hkv, D]; 'block_first' [pages, 2, page, Hkv, D]; 'packed' [pages, Hkv, page, 2 D], K then V in
+            the last dimension. A cache kept heads-first behind these logical shapes needs nothing more: strides say so.
         head_dim: D.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"kv_views: layout is '{layout}', must be one of {', '.join(LAYOUTS)}")
     dims, last = (4, 2 * head_dim) if layout == "packed" else (5, head_dim)
     if kv_cache.dim() != dims or kv_cache.shape[-1] != last:
-        raise ValueError(f"kv_views: kv_cache has shape {list(kv_cache.shape)}, must have {dims} dimensions ending in {last} with '{layout}'")
+        shape = list(kv_cache.shape)
+        raise ValueError(f"kv_views: kv_cache has shape {shape}, must have {dims} dimensions ending in {last} with '{layout}'")
     if layout == "packed":
         by_token = kv_cache.transpose(1, 2)
         return by_token[..., :head_dim], by_token[..., head_dim:]
