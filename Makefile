@@ -34,7 +34,7 @@ bench-quick: $(LIBRARY)
 	$(PY) -m bench.report --quick $(ARGS)
 
 models: $(LIBRARY)
-	$(PY) -m carryover_kernels.training.embedded $(ARGS)
+	$(PY) -m carryover_kernels.training.embedded --out build/models --work build/training $(ARGS)
 
 study: $(LIBRARY)
 	$(PY) -m carryover_kernels.training.study $(ARGS)
