@@ -428,7 +428,7 @@ PAGES = {
 
 
 def markov_case(
-    rng, dtype=F32, weights=None, requests=3, steps=4, vocab=37, head="vanilla", rank=8, hidden=12, bias=True, confidence="markov",
+    rng, dtype=F32, weights=None, requests=3, steps=4, vocab=37, head="vanilla", rank=8, hidden=32, bias=True, confidence="markov",
     target_vocab=None, temperature=None, padding=(), outside=False, strided=False, probs=True, hidden_dtype=None,
 ):  # fmt: skip
     weights = weights or dtype
@@ -482,7 +482,7 @@ MARKOV = {
     "padding_sampled": {"padding": (1,), "temperature": WARM},
     "anchor_outside_the_table": {"outside": True, "head": "gated"},
     "rows_apart": {"strided": True},
-    "one_step": {"steps": 1},
+    "one_step": {"steps": 1, "requests": 16},
     "no_steps": {"steps": 0},
     "no_requests": {"requests": 0},
     "vocabulary_1": {"vocab": 1},

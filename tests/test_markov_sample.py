@@ -20,17 +20,16 @@ NAME = "markov_sample"
 NEAR_TIE = 1e-5
 
 
-def orders(args, count=4):
-    """The same heads with their sums in other orders: hidden features and ranks permuted alike wherever they occur."""
-    yield args
+def siblings(args, count=6):
+    """Inputs of the same kind: base logits rolled over the vocabulary, hidden features and ranks permuted alike wherever they occur."""
     hidden, w1 = args.get("hidden"), args.get("markov_w1")
-    for i in range(count - 1):
+    for i in range(count):
         rng = torch.Generator().manual_seed(i)
         h = torch.randperm(0 if hidden is None else hidden.shape[2], generator=rng)
         r = torch.randperm(0 if w1 is None else w1.shape[1], generator=rng)
         columns = {"gated": [h, len(h) + r], "rnn": [r, len(r) + r, 2 * len(r) + h]}.get(args["head"])
         rows = torch.cat([r, len(r) + r, 2 * len(r) + r]) if args["head"] == "rnn" else r
-        same = dict(args)
+        same = args | {"base_logits": args["base_logits"].roll(i + 1, dims=2)}
         if hidden is not None:
             same["hidden"] = hidden[:, :, h]
         if w1 is not None:
@@ -48,9 +47,10 @@ def check(args, device):
     """Floats against the reference fed with the op's own earlier tokens; each token against the op's own logits of its step."""
     (tokens, logits, probs, confidence), _ = run(NAME, args, device)
     ref = definition.markov_sample(**cases.clean(args), forced_tokens=tokens)
-    low = list(zip(*(eager.markov_sample(**same, forced_tokens=tokens) for same in orders(cases.clean(args)))))
-    for name, got, yardstick, wanted in (("logits", logits, low[1], ref[1]), ("confidence", confidence, low[3], ref[3])):
-        assert_as_good_as_torch(got, yardstick, wanted, name)
+    low = eager.markov_sample(**cases.clean(args), forced_tokens=tokens)
+    others = [[f.markov_sample(**same, forced_tokens=tokens) for f in (eager, definition)] for same in siblings(cases.clean(args))]
+    for i, name, got in ((1, "logits", logits), (3, "confidence", confidence)):
+        assert_as_good_as_torch(got, low[i], ref[i], name, [(y[i], wanted[i]) for y, wanted in others])
 
     offsets, temperature = args.get("draft_to_target"), args.get("temperature")
     for r, anchor in enumerate(args["anchor_tokens"].tolist()):
@@ -72,7 +72,8 @@ def check(args, device):
                 assert_equal(probs[r, i], torch.eye(logits.shape[2])[draft], f"probs[{r}, {i}]")
     if temperature is not None and args["return_probs"]:
         warm = (temperature > 0) & (args["anchor_tokens"] >= 0)
-        assert_as_good_as_torch(probs[warm], [p[warm] for p in low[2]], ref[2][warm], "probs")
+        pairs = [(y[2][warm], wanted[2][warm]) for y, wanted in others]
+        assert_as_good_as_torch(probs[warm], low[2][warm], ref[2][warm], "probs", pairs)
     return tokens, logits, probs, confidence
 
 
@@ -249,15 +250,15 @@ REFUSALS = {
     "markov_w2 has shape [36, 8], must be [37, 8]: [V, r]": ({}, bad(markov_w2=lambda t: t[:36])),
     "markov_w2 has dtype bfloat16, must be float32": ({}, bad(markov_w2=lambda t: t.bfloat16())),
     "hidden is None, must be given with a gated or rnn head or a confidence head": (GATED, bad(hidden=None)),
-    "hidden has shape [3, 3, 12], must be [3, 4, 12]: [R, N, H]": (GATED, bad(hidden=lambda t: t[:, :3])),
+    "hidden has shape [3, 3, 32], must be [3, 4, 32]: [R, N, H]": (GATED, bad(hidden=lambda t: t[:, :3])),
     "head_weight is None, must be given with head 'gated'": (GATED, bad(head_weight=None)),
-    "head_weight is given with head 'vanilla', must be None": ({}, bad(head_weight=torch.zeros(8, 20))),
-    "head_weight has shape [8, 19], must be [8, 20]: [head_rows, head_columns]": (GATED, bad(head_weight=lambda t: t[:, :19].contiguous())),
+    "head_weight is given with head 'vanilla', must be None": ({}, bad(head_weight=torch.zeros(8, 40))),
+    "head_weight has shape [8, 19], must be [8, 40]: [head_rows, head_columns]": (GATED, bad(head_weight=lambda t: t[:, :19].contiguous())),
     "head_weight has dtype bfloat16, must be float32": (GATED, bad(head_weight=lambda t: t.bfloat16())),
     "head_bias has shape [7], must be [8]: [head_rows]": (GATED, bad(head_bias=lambda t: t[:7])),
     "head_bias has dtype bfloat16, must be float32": (GATED, bad(head_bias=lambda t: t.bfloat16())),
     "confidence_weight has dtype bfloat16, must be float32": ({}, bad(confidence_weight=lambda t: t.bfloat16())),
-    "confidence_weight has 13 columns, must have 12 (hidden) or 20 (hidden and markov_w1 row)": (
+    "confidence_weight has 13 columns, must have 32 (hidden) or 40 (hidden and markov_w1 row)": (
         {}, bad(confidence_weight=torch.zeros(1, 13)),
     ),
     "confidence_bias has shape [2], must be [1]: [1]": ({}, bad(confidence_bias=torch.zeros(2))),

@@ -62,15 +62,22 @@ def assert_rest_untouched(args, after):
             assert torch.equal(raw_bytes(got), raw_bytes(expected)), f"{name}[{layer}]: bytes beside the named slots changed"
 
 
+def expected(args):
+    """What PyTorch in the same dtype stores and what the float64 reference stores: ((pages, carry), (pages, carry))."""
+    low, ref = cases.clean(args), cases.wide(args)
+    eager.project_states(**low)
+    definition.project_states(**ref)
+    return gather(low), gather(ref)
+
+
 def check(args, device):
     _, after = run(NAME, args, device, WRITES)
-    clean, ref = cases.clean(args), cases.wide(args)
-    eager.project_states(**clean)
-    definition.project_states(**ref)
-    for where, got, yardstick, wanted in zip(("pages", "carry"), gather(after), gather(clean), gather(ref)):
-        if wanted is not None:
-            assert wanted.isfinite().all()
-            assert_as_good_as_torch(got, yardstick, wanted, where)
+    low, ref = expected(args)
+    siblings = [expected(args | {"states": args["states"].roll(i, dims=1)}) for i in (1, 2)]
+    for i, where in enumerate(("pages", "carry")):
+        if ref[i] is not None:
+            assert ref[i].isfinite().all()
+            assert_as_good_as_torch(gather(after)[i], low[i], ref[i], where, [(y[i], wanted[i]) for y, wanted in siblings])
     assert_rest_untouched(args, after)
     return after
 
@@ -157,10 +164,7 @@ def test_mark_before_and_after_the_norm_differ(rng, device):
     after = before | {"mark": None, "mark_kv": before["kv_weight"].float() @ before["mark"]}
     got = check(before, device)
     check(after, device)
-    other, yardstick = cases.wide(after), cases.clean(after)
-    definition.project_states(**other)
-    eager.project_states(**yardstick)
-    pages, carry = zip(gather(got), gather(yardstick), gather(other))
+    pages, carry = zip(gather(got), *expected(after))
     assert_as_good_as_torch(*pages, "committed rows")
     with pytest.raises(AssertionError):
         assert_as_good_as_torch(*carry, "carried rows")
@@ -174,11 +178,8 @@ def test_tests_can_fail(rng, device):
         {"mark": None}, {"mark": -args["mark"]}, {"kv_bias": None}, {"k_norm_weight": args["k_norm_weight"].flip(0)}, {"neox": False},
         {"row_position": args["row_position"] ^ 1}, {"share_kv": False, "kv_weight": args["kv_weight"].flip(0)},
     ):  # fmt: skip
-        wrong, yardstick = cases.wide(args | change), cases.clean(args | change)
-        definition.project_states(**wrong)
-        eager.project_states(**yardstick)
         with pytest.raises(AssertionError):
-            for g, y, w in zip(got, gather(yardstick), gather(wrong)):
+            for g, y, w in zip(got, *expected(args | change)):
                 assert_as_good_as_torch(g, y, w)
             pytest.fail(f"not seen: {list(change)}", pytrace=False)
 
@@ -260,14 +261,14 @@ def test_huge_state_rows_are_read_with_64_bits(rng, device):
     from test_block_attention import sparse_storage
 
     args = cases.project_case(rng, BF16, kinds="crc")
-    expected = check(args, device)
+    compact = check(args, device)
     states = sparse_storage(args["states"].shape, (2**31 + 64, 1), BF16)
     states[:] = args["states"]
     from carryover_kernels import ops
 
     fresh = {name: Guards().put(args[name]) for name in WRITES}
     ops.project_states(**args | {"states": states} | fresh)
-    for a, b in zip(gather(args | fresh), gather(expected)):
+    for a, b in zip(gather(args | fresh), gather(compact)):
         assert_equal(a, b)
 
 
