@@ -1,7 +1,6 @@
-"""``verify_draft``: statistics of the target's rows by vocabulary split, then the verdict and the next token of each request.
+"""``verify_draft``: rows are reduced over vocabulary splits, then one program a request decides, then the next token is sampled by splits.
 
-Launches: greedy 2 (1 with target_argmax), rejection 3, block 4. Every program that needs the verdict works it out again from the rows'
-statistics: N values a request are cheaper to recompute than another launch.
+A coin needs one probability a row (rejection) or one sum a row (block), so no request ever walks the vocabulary alone.
 """
 
 import torch
@@ -9,343 +8,294 @@ import triton
 import triton.language as tl
 
 from ._common import STREAM_ACCEPT, STREAM_NEXT, gumbels, softmax_shift, uniforms
-from ._configs import config, plan_splits
-
-FAR = tl.constexpr(2147483647)
+from ._configs import config
 
 
 @triton.jit
-def first_best(value, index):
-    """The largest value and the lowest index that has it."""
-    best = tl.max(value, axis=0)
-    return best, tl.min(tl.where(value == best, index, FAR), axis=0)
+def rows_kernel(
+    most_ptr, most_id_ptr, sum_ptr,
 
+    logits_ptr, stride_logits, vocab,
 
-@triton.jit
-def request_rows(query_start_loc_ptr, r, rows, ROWS_MOST: tl.constexpr):
-    """(first row, number of rows) of request r, within the target's rows."""
-    first = tl.minimum(tl.maximum(tl.load(query_start_loc_ptr + r), 0), rows)
-    last = tl.minimum(tl.maximum(tl.load(query_start_loc_ptr + r + 1), first), rows)
-    return first, last - first
-
-
-@triton.jit
-def row_statistics_kernel(
-    maximum_ptr, total_ptr, best_ptr,
-
-    logits_ptr,
-
-    query_start_loc_ptr,
-
-    rows, vocab, stride_logits,
-
-    DRAFTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # Grid (R * (N + 1), SPLITS). A program owns a share of one row: its largest logit, the lowest id that has it, and the sum of exp.
-    task, split = tl.program_id(0), tl.program_id(1)
-    r, i = task // (DRAFTS + 1), task % (DRAFTS + 1)
-    first, count = request_rows(query_start_loc_ptr, r, rows, DRAFTS + 1)
-    if i < count:
-        row_ptr = logits_ptr + (first + i).to(tl.int64) * stride_logits
-        each = tl.cdiv(tl.cdiv(vocab, BLOCK), SPLITS) * BLOCK
-        maximum = tl.full((), float("-inf"), tl.float32)
-        total = tl.zeros((), tl.float32)
-        best = tl.full((), 2147483647, tl.int32)
-        for begin in range(split * each, tl.minimum((split + 1) * each, vocab), BLOCK):
-            v = begin + tl.arange(0, BLOCK)
-            x = tl.load(row_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
-            top, at = first_best(x, v)
-            best = tl.where((top > maximum) | (best == FAR), at, best)
-            grown = tl.maximum(maximum, top)
-            shift = softmax_shift(grown)
-            total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(x - shift), axis=0)
-            maximum = grown
-        at = task.to(tl.int64) * SPLITS + split
-        tl.store(maximum_ptr + at, maximum)
-        tl.store(total_ptr + at, total)
-        tl.store(best_ptr + at, best)
+    # Grid (ceil(V / BLOCK_V), T). Maximum, its lowest id and the sum of exponentials of one split of one row.
+    split, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    v = split * BLOCK_V + tl.arange(0, BLOCK_V)
+    logit = tl.load(logits_ptr + t * stride_logits + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
+    most = tl.max(logit)
+    at = t * tl.num_programs(0) + split
+    tl.store(most_ptr + at, most)
+    tl.store(most_id_ptr + at, tl.argmax(logit, axis=0) + split * BLOCK_V)
+    tl.store(sum_ptr + at, tl.sum(tl.exp(logit - softmax_shift(most))))
 
 
 @triton.jit
-def verify_greedy_kernel(
+def merged(most_ptr, most_id_ptr, sum_ptr, t, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
+    """(maximum, its lowest id, sum of exponentials) of row t."""
+    split = tl.arange(0, BLOCK_SPLITS)
+    value = tl.load(most_ptr + t * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    most = tl.max(value)
+    first = tl.min(tl.where((value == most) & (split < SPLITS), split, BLOCK_SPLITS))
+    best = tl.load(most_id_ptr + t * SPLITS + first, mask=first < SPLITS, other=0)
+    part = tl.load(sum_ptr + t * SPLITS + split, mask=split < SPLITS, other=0.0)
+    total = tl.sum(tl.where(value == float("-inf"), 0.0, part * tl.exp(value - softmax_shift(most))))
+    return most, best.to(tl.int64), total
+
+
+@triton.jit
+def request_rows(query_start_loc_ptr, draft_tokens_ptr, r, total_rows, columns, vocab):
+    """(first row, rows, drafts that count) of request r: a draft that is no token ends the list."""
+    first = tl.minimum(tl.maximum(tl.load(query_start_loc_ptr + r), 0), total_rows)
+    n = tl.minimum(tl.maximum(tl.load(query_start_loc_ptr + r + 1), first), total_rows) - first
+    most = tl.minimum(n - 1, columns)
+    count = 0
+    going = most > 0
+    for i in range(0, columns):
+        draft = tl.load(draft_tokens_ptr + r * columns + i)
+        going = going & (i < most) & (draft >= 0) & (draft < vocab)
+        count += going.to(tl.int32)
+    return first, n, count
+
+
+@triton.jit
+def greedy_kernel(
     num_accepted_ptr, next_token_ptr, num_rejected_ptr,
 
-    target_argmax_ptr, maximum_ptr, best_ptr,
+    draft_tokens_ptr, target_argmax_ptr, most_ptr, most_id_ptr, sum_ptr, query_start_loc_ptr,
 
-    draft_tokens_ptr, query_start_loc_ptr,
+    total_rows, columns, vocab,
 
-    rows, vocab,
-
-    DRAFTS: tl.constexpr, SPLITS: tl.constexpr, HAS_ARGMAX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    # Grid (R). A program gives one request's verdict.
-    r = tl.program_id(0)
-    first, count = request_rows(query_start_loc_ptr, r, rows, DRAFTS + 1)
-    i = tl.arange(0, BLOCK_N)
-    judged = i < tl.minimum(count, DRAFTS + 1)
-    if HAS_ARGMAX:
-        best = tl.load(target_argmax_ptr + first + i, mask=judged, other=-1)
-    else:
-        s = tl.arange(0, BLOCK_S)
-        at = (r.to(tl.int64) * (DRAFTS + 1) + i)[:, None] * SPLITS + s[None, :]
-        there = judged[:, None] & (s < SPLITS)[None, :]
-        value = tl.load(maximum_ptr + at, mask=there, other=float("-inf"))
-        index = tl.load(best_ptr + at, mask=there, other=2147483647)
-        best = tl.min(tl.where(value == tl.max(value, axis=1)[:, None], index, FAR), axis=1).to(tl.int64)
-    drafts = tl.minimum(count - 1, DRAFTS)
-    draft = tl.load(draft_tokens_ptr + r.to(tl.int64) * DRAFTS + i, mask=i < drafts, other=-1)
-    refused = (i >= drafts) | (draft < 0) | (draft != best)
-    accepted = tl.min(tl.where(refused, i, BLOCK_N), axis=0)
-    token = tl.sum(tl.where(i == accepted, best, 0), axis=0)
-    live = count > 0
-    tl.store(num_accepted_ptr + r, tl.where(live, accepted, 0))
-    tl.store(next_token_ptr + r, tl.where(live, token, -1))
-    tl.store(num_rejected_ptr + r, tl.where(live, count - 1 - accepted, 0))
+    # Grid (R).
+    r = tl.program_id(0).to(tl.int64)
+    first, n, count = request_rows(query_start_loc_ptr, draft_tokens_ptr, r, total_rows, columns, vocab)
+    accepted = 0
+    token = tl.full((), -1, tl.int64)
+    going = n > 0
+    for i in range(0, tl.where(n > 0, count + 1, 0)):
+        t = (first + i).to(tl.int64)
+        if HAS_ARGMAX:
+            best = tl.load(target_argmax_ptr + t)
+        else:
+            _, best, _ = merged(most_ptr, most_id_ptr, sum_ptr, t, SPLITS, BLOCK_SPLITS)
+        token = tl.where(going, best, token)
+        draft = tl.load(draft_tokens_ptr + r * columns + i, mask=i < count, other=-1)
+        going = going & (i < count) & (draft == best)
+        accepted += going.to(tl.int32)
+    tl.store(num_accepted_ptr + r, accepted)
+    tl.store(next_token_ptr + r, token)
+    tl.store(num_rejected_ptr + r, tl.where(n > 0, n - 1 - accepted, 0))
 
 
 @triton.jit
-def judge_drafts(
-    logits_ptr, draft_probs_ptr, maximum_ptr, total_ptr, draft_tokens_ptr, r, first, count, vocab,
-    stride_logits, stride_probs_request, stride_probs_row,
-    DRAFTS: tl.constexpr, SPLITS: tl.constexpr, ONE_HOT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+def draft_probability(draft_probs_ptr, stride_q_request, stride_q_row, r, i, v, chosen, mask, HAS_PROBS: tl.constexpr):
+    """q(v) of draft i: given, or one-hot on the draft that was chosen."""
+    if HAS_PROBS:
+        return tl.load(draft_probs_ptr + r * stride_q_request + i * stride_q_row + v, mask=mask, other=0.0)
+    else:
+        return tl.where(v == chosen, 1.0, 0.0)
+
+
+@triton.jit
+def decide_kernel(
+    num_accepted_ptr, num_rejected_ptr, weight_ptr, prefix_ptr,
+
+    draft_tokens_ptr, logits_ptr, draft_probs_ptr, most_ptr, most_id_ptr, sum_ptr, mass_ptr, seeds_ptr, offsets_ptr, query_start_loc_ptr,
+
+    stride_logits, stride_q_request, stride_q_row,
+
+    total_rows, columns, vocab,
+
+    BLOCK_METHOD: tl.constexpr, PREFIX_ONLY: tl.constexpr, HAS_PROBS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """By draft i, in vectors [BLOCK_N]: the token, its target and draft probability, the row's shift and sum of exp; and how many drafts count.
-
-    A draft that is no token ends the list. A split without any of the vocabulary has maximum -inf and counts nothing.
-    """
-    i = tl.arange(0, BLOCK_N)
-    drafts = tl.minimum(count - 1, DRAFTS)
-    draft = tl.load(draft_tokens_ptr + r.to(tl.int64) * DRAFTS + i, mask=i < drafts, other=-1)
-    drafts = tl.minimum(drafts, tl.min(tl.where((draft < 0) | (draft >= vocab), i, BLOCK_N), axis=0))
-    s = tl.arange(0, BLOCK_S)
-    at = (r.to(tl.int64) * (DRAFTS + 1) + i)[:, None] * SPLITS + s[None, :]
-    there = (i <= drafts)[:, None] & (s < SPLITS)[None, :]
-    maxima = tl.load(maximum_ptr + at, mask=there, other=float("-inf"))
-    shift = softmax_shift(tl.max(maxima, axis=1))
-    total = tl.sum(tl.load(total_ptr + at, mask=there, other=0.0) * tl.exp(maxima - shift[:, None]), axis=1)
-    mine = i < drafts
-    logit = tl.load(logits_ptr + (first + i).to(tl.int64) * stride_logits + draft, mask=mine, other=float("-inf")).to(tl.float32)
-    p = tl.exp(logit - shift) / tl.where(mine, total, 1.0)
-    if ONE_HOT:
-        q = tl.where(mine, 1.0, 0.0)
-    else:
-        q = tl.load(draft_probs_ptr + r.to(tl.int64) * stride_probs_request + i.to(tl.int64) * stride_probs_row + draft, mask=mine, other=0.0)
-    return drafts, draft, p, q, shift, total
-
-
-@triton.jit
-def prefix_chances(p, q, drafts, BLOCK_N: tl.constexpr):
-    """P_i of block verification at lane i: P_0 = 1, P_i = min(1, P_{i-1} p_i / q_i). Up to N scalar steps in registers."""
-    lane = tl.arange(0, BLOCK_N)
-    chances = tl.where(lane == 0, 1.0, 0.0)
-    chance = tl.full((), 1.0, tl.float32)
-    for i in range(0, drafts):
-        x = chance * tl.sum(tl.where(lane == i, p, 0.0), axis=0)
-        drafted = tl.sum(tl.where(lane == i, q, 0.0), axis=0)
-        chance = tl.where(x > 0, tl.where(drafted <= x, 1.0, x / drafted), 0.0)
-        chances = tl.where(lane == i + 1, chance, chances)
-    return chances
-
-
-@triton.jit
-def residual(
-    logits_row_ptr, probs_row_ptr, v, vocab, shift, total, chance, draft, subtract, ONE_HOT: tl.constexpr
-):
-    """(p, max(chance p - q, 0)) of ids v; q counts where ``subtract`` holds."""
-    there = v < vocab
-    p = tl.exp(tl.load(logits_row_ptr + v, mask=there, other=float("-inf")).to(tl.float32) - shift) / total
-    if ONE_HOT:
-        q = tl.where(subtract & (v == draft), 1.0, 0.0)
-    else:
-        q = tl.load(probs_row_ptr + v, mask=there & (v < tl.where(subtract, vocab, 0)), other=0.0)
-    return p, tl.maximum(chance * p - q, 0.0)
+    # Grid (R). Rejection: the number accepted. Block: with PREFIX_ONLY the weights P_i, and once the masses are known the number accepted.
+    r = tl.program_id(0).to(tl.int64)
+    first, n, count = request_rows(query_start_loc_ptr, draft_tokens_ptr, r, total_rows, columns, vocab)
+    accepted = 0
+    weight = 1.0
+    prefix = 1.0
+    going = n > 0
+    zero = tl.arange(0, 1)
+    for i in range(0, count):
+        t = (first + i).to(tl.int64)
+        draft = tl.load(draft_tokens_ptr + r * columns + i)
+        most, _, total = merged(most_ptr, most_id_ptr, sum_ptr, t, SPLITS, BLOCK_SPLITS)
+        logit = tl.load(logits_ptr + t * stride_logits + draft).to(tl.float32)
+        p = tl.exp(logit - softmax_shift(most)) / total
+        q = 1.0
+        if HAS_PROBS:
+            q = tl.load(draft_probs_ptr + r * stride_q_request + i * stride_q_row + draft)
+        coin = tl.sum(uniforms(tl.load(seeds_ptr + r), tl.load(offsets_ptr + r), i, STREAM_ACCEPT, zero))
+        if BLOCK_METHOD:
+            x = prefix * p
+            prefix = tl.where(x > 0, tl.where(q <= x, 1.0, x / tl.where(q > 0, q, 1.0)), 0.0)
+            if PREFIX_ONLY:
+                tl.store(prefix_ptr + r * columns + i, prefix)
+            else:
+                h = prefix
+                if i + 1 < count:
+                    split = tl.arange(0, BLOCK_SPLITS)
+                    mass = tl.sum(tl.load(mass_ptr + (r * columns + i) * SPLITS + split, mask=split < SPLITS, other=0.0))
+                    below = mass + 1.0 - prefix
+                    # Without mass and with prefix 1 the next draft cannot be rejected, so this coin is never the last one.
+                    h = tl.where(below > 0, mass / tl.where(below > 0, below, 1.0), 1.0)
+                yes = coin < h
+                accepted = tl.where(yes, i + 1, accepted)
+                weight = tl.where(yes, prefix, weight)
+        else:
+            going = going & (coin * q < p)
+            accepted += going.to(tl.int32)
+    if not PREFIX_ONLY:
+        tl.store(num_accepted_ptr + r, accepted)
+        tl.store(num_rejected_ptr + r, tl.where(n > 0, n - 1 - accepted, 0))
+        tl.store(weight_ptr + r, weight)
 
 
 @triton.jit
-def lane_of(vector, i, BLOCK_N: tl.constexpr):
-    """Element i of a vector."""
-    return tl.sum(tl.where(tl.arange(0, BLOCK_N) == i, vector, 0), axis=0)
-
-
-@triton.jit
-def residual_mass_kernel(
+def mass_kernel(
     mass_ptr,
 
-    logits_ptr, draft_probs_ptr, maximum_ptr, total_ptr,
+    draft_tokens_ptr, logits_ptr, draft_probs_ptr, most_ptr, most_id_ptr, sum_ptr, prefix_ptr, query_start_loc_ptr,
 
-    draft_tokens_ptr, query_start_loc_ptr,
+    stride_logits, stride_q_request, stride_q_row,
 
-    rows, vocab, stride_logits, stride_probs_request, stride_probs_row,
+    total_rows, columns, vocab,
 
-    DRAFTS: tl.constexpr, SPLITS: tl.constexpr, ONE_HOT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_PROBS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    # Grid (R * N, SPLITS). A program sums a share of M_i = sum max(P_i p_{i+1} - q_{i+1}, 0), for 1 <= i < the number of drafts.
-    r, i, split = tl.program_id(0) // DRAFTS, tl.program_id(0) % DRAFTS, tl.program_id(1)
-    first, count = request_rows(query_start_loc_ptr, r, rows, DRAFTS + 1)
-    drafts, draft, p, q, shift, total = judge_drafts(
-        logits_ptr, draft_probs_ptr, maximum_ptr, total_ptr, draft_tokens_ptr, r, first, count, vocab,
-        stride_logits, stride_probs_request, stride_probs_row, DRAFTS, SPLITS, ONE_HOT, BLOCK, BLOCK_N, BLOCK_S,
-    )  # fmt: skip
-    if (i >= 1) & (i < drafts):
-        chance = lane_of(prefix_chances(p, q, drafts, BLOCK_N), i, BLOCK_N)
-        logits_row_ptr = logits_ptr + (first + i).to(tl.int64) * stride_logits
-        probs_row_ptr = draft_probs_ptr
-        if not ONE_HOT:
-            probs_row_ptr = draft_probs_ptr + r.to(tl.int64) * stride_probs_request + i.to(tl.int64) * stride_probs_row
-        row_shift, row_total = lane_of(shift, i, BLOCK_N), lane_of(total, i, BLOCK_N)
-        token = lane_of(draft, i, BLOCK_N)
-        each = tl.cdiv(tl.cdiv(vocab, BLOCK), SPLITS) * BLOCK
-        mass = tl.zeros((), tl.float32)
-        for begin in range(split * each, tl.minimum((split + 1) * each, vocab), BLOCK):
-            v = begin + tl.arange(0, BLOCK)
-            _, left = residual(logits_row_ptr, probs_row_ptr, v, vocab, row_shift, row_total, chance, token, i < drafts, ONE_HOT)
-            mass += tl.sum(left, axis=0)
-        tl.store(mass_ptr + (r.to(tl.int64) * DRAFTS + i) * SPLITS + split, mass)
+    # Grid (splits, N, R). One split of the sum over v of max(P_i p_{i+1}(v) - q_{i+1}(v), 0), i = draft index + 1.
+    split, i, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first, n, count = request_rows(query_start_loc_ptr, draft_tokens_ptr, r, total_rows, columns, vocab)
+    if i + 1 < count:
+        t = (first + i + 1).to(tl.int64)
+        most, _, total = merged(most_ptr, most_id_ptr, sum_ptr, t, SPLITS, BLOCK_SPLITS)
+        v = split * BLOCK_V + tl.arange(0, BLOCK_V)
+        logit = tl.load(logits_ptr + t * stride_logits + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
+        p = tl.exp(logit - softmax_shift(most)) / total
+        chosen = tl.load(draft_tokens_ptr + r * columns + i + 1)
+        q = draft_probability(draft_probs_ptr, stride_q_request, stride_q_row, r, i + 1, v, chosen, v < vocab, HAS_PROBS)
+        left = tl.maximum(tl.load(prefix_ptr + r * columns + i) * p - q, 0.0)
+        tl.store(mass_ptr + (r * columns + i) * SPLITS + split, tl.sum(tl.where(v < vocab, left, 0.0)))
 
 
 @triton.jit
-def next_token_kernel(
-    num_accepted_ptr, num_rejected_ptr, score_ptr, index_ptr,
+def sample_kernel(
+    best_ptr, best_id_ptr,
 
-    logits_ptr, draft_probs_ptr, maximum_ptr, total_ptr, mass_ptr,
-
-    draft_tokens_ptr, query_start_loc_ptr, seeds_ptr, offsets_ptr,
-
-    rows, vocab, stride_logits, stride_probs_request, stride_probs_row,
-
-    BY_BLOCK: tl.constexpr, DRAFTS: tl.constexpr, SPLITS: tl.constexpr, ONE_HOT: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    # Grid (R, SPLITS). Every program finds the request's verdict; each then searches a share of the vocabulary for the next token, once
-    # in the residual and once in p, which serves where the residual has no mass. The first split writes the verdict.
-    r, split = tl.program_id(0), tl.program_id(1)
-    first, count = request_rows(query_start_loc_ptr, r, rows, DRAFTS + 1)
-    if count > 0:
-        drafts, draft, p, q, shift, total = judge_drafts(
-            logits_ptr, draft_probs_ptr, maximum_ptr, total_ptr, draft_tokens_ptr, r, first, count, vocab,
-            stride_logits, stride_probs_request, stride_probs_row, DRAFTS, SPLITS, ONE_HOT, BLOCK, BLOCK_N, BLOCK_S,
-        )  # fmt: skip
-        seed, offset = tl.load(seeds_ptr + r), tl.load(offsets_ptr + r)
-        lane = tl.arange(0, BLOCK_N)
-        if BY_BLOCK:
-            # The prefix of i drafts is judged by draft i - 1's coin; the longest prefix that any coin keeps is accepted.
-            chances = prefix_chances(p, q, drafts, BLOCK_N)
-            s = tl.arange(0, BLOCK_S)
-            at = (r.to(tl.int64) * DRAFTS + lane)[:, None] * SPLITS + s[None, :]
-            inside = (lane >= 1) & (lane < drafts)
-            mass = tl.sum(tl.load(mass_ptr + at, mask=inside[:, None] & (s < SPLITS)[None, :], other=0.0), axis=1)
-            below = mass + 1.0 - chances
-            keep = tl.where(inside, tl.where(below > 0, mass / tl.where(below > 0, below, 1.0), 1.0), chances)
-            coin = uniforms(seed, offset, tl.maximum(lane - 1, 0), STREAM_ACCEPT, lane * 0)
-            accepted = tl.max(tl.where((lane >= 1) & (lane <= drafts) & (coin < keep), lane, 0), axis=0)
-            chance = lane_of(chances, accepted, BLOCK_N)
-        else:
-            coin = uniforms(seed, offset, lane, STREAM_ACCEPT, lane * 0)
-            accepted = tl.min(tl.where((lane < drafts) & (coin * q < p), BLOCK_N, lane), axis=0)
-            chance = tl.full((), 1.0, tl.float32)
-        if split == 0:
-            tl.store(num_accepted_ptr + r, accepted)
-            tl.store(num_rejected_ptr + r, count - 1 - accepted)
-
-        rejects = accepted < drafts
-        logits_row_ptr = logits_ptr + (first + accepted).to(tl.int64) * stride_logits
-        probs_row_ptr = draft_probs_ptr
-        if not ONE_HOT:
-            probs_row_ptr = draft_probs_ptr + r.to(tl.int64) * stride_probs_request + accepted.to(tl.int64) * stride_probs_row
-        row_shift, row_total = lane_of(shift, accepted, BLOCK_N), lane_of(total, accepted, BLOCK_N)
-        token = lane_of(draft, accepted, BLOCK_N)
-        each = tl.cdiv(tl.cdiv(vocab, BLOCK), SPLITS) * BLOCK
-        score_left, score_p = tl.full((), float("-inf"), tl.float32), tl.full((), float("-inf"), tl.float32)
-        at_left, at_p = tl.full((), 2147483647, tl.int32), tl.full((), 2147483647, tl.int32)
-        for begin in range(split * each, tl.minimum((split + 1) * each, vocab), BLOCK):
-            v = begin + tl.arange(0, BLOCK)
-            weight, left = residual(logits_row_ptr, probs_row_ptr, v, vocab, row_shift, row_total, chance, token, rejects, ONE_HOT)
-            noise = gumbels(seed, offset, accepted, STREAM_NEXT, v)
-            top, at = first_best(tl.where(left > 0, tl.log(left) + noise, float("-inf")), v)
-            at_left = tl.where(top > score_left, at, at_left)
-            score_left = tl.maximum(score_left, top)
-            top, at = first_best(tl.where(weight > 0, tl.log(weight) + noise, float("-inf")), v)
-            at_p = tl.where(top > score_p, at, at_p)
-            score_p = tl.maximum(score_p, top)
-        out = (r.to(tl.int64) * SPLITS + split) * 2
-        tl.store(score_ptr + out, score_left)
-        tl.store(index_ptr + out, at_left)
-        tl.store(score_ptr + out + 1, score_p)
-        tl.store(index_ptr + out + 1, at_p)
-
-
-@triton.jit
-def next_token_merge_kernel(
-    num_accepted_ptr, next_token_ptr, num_rejected_ptr,
-
-    score_ptr, index_ptr,
-
+    num_accepted_ptr, weight_ptr, draft_tokens_ptr, logits_ptr, draft_probs_ptr, most_ptr, most_id_ptr, sum_ptr, seeds_ptr, offsets_ptr,
     query_start_loc_ptr,
 
-    rows,
+    stride_logits, stride_q_request, stride_q_row,
 
-    DRAFTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    total_rows, columns, vocab,
+
+    HAS_PROBS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    # Grid (R). A program picks the winner among the splits; a request without rows is padding.
-    r = tl.program_id(0)
-    _, count = request_rows(query_start_loc_ptr, r, rows, DRAFTS + 1)
-    s = tl.arange(0, BLOCK_S)
-    there = (s < SPLITS) & (s < tl.where(count > 0, SPLITS, 0))
-    at = (r.to(tl.int64) * SPLITS + s) * 2
-    score, index = first_best(tl.load(score_ptr + at, mask=there, other=float("-inf")), tl.load(index_ptr + at, mask=there, other=2147483647))
-    _, index_p = first_best(tl.load(score_ptr + at + 1, mask=there, other=float("-inf")), tl.load(index_ptr + at + 1, mask=there, other=2147483647))
-    token = tl.where(score > float("-inf"), index, index_p).to(tl.int64)
-    tl.store(next_token_ptr + r, tl.where(count > 0, token, -1))
-    if count <= 0:
-        tl.store(num_accepted_ptr + r, 0)
-        tl.store(num_rejected_ptr + r, 0)
+    # Grid (splits, R). The best of one split by the residual and by p itself: [r, 0] and [r, 1] of best, -inf where there is none.
+    split, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, n, count = request_rows(query_start_loc_ptr, draft_tokens_ptr, r, total_rows, columns, vocab)
+    if n > 0:
+        accepted = tl.load(num_accepted_ptr + r)
+        t = (first + accepted).to(tl.int64)
+        most, _, total = merged(most_ptr, most_id_ptr, sum_ptr, t, SPLITS, BLOCK_SPLITS)
+        v = split * BLOCK_V + tl.arange(0, BLOCK_V)
+        there = v < vocab
+        logit = tl.load(logits_ptr + t * stride_logits + v, mask=there, other=float("-inf")).to(tl.float32)
+        p = tl.exp(logit - softmax_shift(most)) / total
+        noise = gumbels(tl.load(seeds_ptr + r), tl.load(offsets_ptr + r), accepted, STREAM_NEXT, v)
+        left = p * 0.0
+        if accepted < count:
+            chosen = tl.load(draft_tokens_ptr + r * columns + accepted)
+            q = draft_probability(draft_probs_ptr, stride_q_request, stride_q_row, r, accepted, v, chosen, there, HAS_PROBS)
+            left = tl.load(weight_ptr + r) * p - q
+        by_residual = tl.where(there & (left > 0), tl.log(tl.where(left > 0, left, 1.0)) + noise, float("-inf"))
+        by_p = tl.where(there & (p > 0), tl.log(tl.where(p > 0, p, 1.0)) + noise, float("-inf"))
+        at = r * 2 * SPLITS + split
+        tl.store(best_ptr + at, tl.max(by_residual))
+        tl.store(best_id_ptr + at, tl.argmax(by_residual, axis=0) + split * BLOCK_V)
+        tl.store(best_ptr + at + SPLITS, tl.max(by_p))
+        tl.store(best_id_ptr + at + SPLITS, tl.argmax(by_p, axis=0) + split * BLOCK_V)
+
+
+@triton.jit
+def pick_kernel(
+    next_token_ptr,
+
+    best_ptr, best_id_ptr, query_start_loc_ptr,
+
+    total_rows,
+
+    SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    # Grid (R). The residual's token, or p's where the residual has no mass.
+    r = tl.program_id(0).to(tl.int64)
+    first = tl.minimum(tl.maximum(tl.load(query_start_loc_ptr + r), 0), total_rows)
+    n = tl.minimum(tl.load(query_start_loc_ptr + r + 1), total_rows) - first
+    token = tl.full((), -1, tl.int64)
+    if n > 0:
+        split = tl.arange(0, BLOCK_SPLITS)
+        base = r * 2 * SPLITS
+        value = tl.load(best_ptr + base + split, mask=split < SPLITS, other=float("-inf"))
+        if tl.max(value) == float("-inf"):
+            base += SPLITS
+            value = tl.load(best_ptr + base + split, mask=split < SPLITS, other=float("-inf"))
+        at = tl.min(tl.where((value == tl.max(value)) & (split < SPLITS), split, BLOCK_SPLITS))
+        token = tl.load(best_id_ptr + base + at, mask=at < SPLITS, other=0).to(tl.int64)
+    tl.store(next_token_ptr + r, token)
 
 
 def verify_draft_triton(
     num_accepted, next_token, num_rejected,
     draft_tokens, query_start_loc, target_logits, target_argmax, draft_probs, seeds, offsets, method,
 ):  # fmt: skip
-    requests, drafts = draft_tokens.shape
+    requests, columns = draft_tokens.shape
     if requests == 0:
         return
-    lanes = triton.next_power_of_2(drafts + 1)
-    if target_argmax is not None:
-        verify_greedy_kernel[(requests,)](
-            num_accepted, next_token, num_rejected, target_argmax, None, None, draft_tokens, query_start_loc,
-            target_argmax.shape[0], 0, drafts, 1, True, lanes, 1, num_warps=1,
-        )  # fmt: skip
-        return
-    rows, vocab = target_logits.shape
-    tile = config("verify_draft", vocab=vocab, dtype=target_logits.dtype)
-    splits = plan_splits(requests * (drafts + 1), vocab, target_logits.device, tile.BLOCK)
-    split_lanes = triton.next_power_of_2(splits)
-    maximum, total, mass, score = (
-        target_logits.new_empty(shape, dtype=torch.float32)
-        for shape in ((requests * (drafts + 1), splits), (requests * (drafts + 1), splits), (requests * drafts, splits), (requests, splits, 2))
-    )
-    best, index = (query_start_loc.new_empty(t.shape) for t in (maximum, score))
-    warps = {"num_warps": tile.num_warps}
-    row_statistics_kernel[(requests * (drafts + 1), splits)](
-        maximum, total, best, target_logits, query_start_loc, rows, vocab, target_logits.stride(0), drafts, splits, tile.BLOCK, **warps
-    )
+    source = target_argmax if target_logits is None else target_logits
+    total_rows = source.shape[0]
+    vocab = 2**62 if target_logits is None else target_logits.shape[1]
+    block_v = config("verify_draft").BLOCK_V
+    splits = 1 if target_logits is None else triton.cdiv(vocab, block_v)
+    block_splits = triton.next_power_of_2(splits)
+    most = total = most_id = None
+    if target_logits is not None:
+        most, total = (source.new_empty((total_rows, splits), dtype=torch.float32) for _ in range(2))
+        most_id = source.new_empty((total_rows, splits), dtype=torch.int32)
+        if total_rows:
+            rows_kernel[(splits, total_rows)](most, most_id, total, target_logits, target_logits.stride(0), vocab, block_v)
     if method == "greedy":
-        verify_greedy_kernel[(requests,)](
-            num_accepted, next_token, num_rejected, None, maximum, best, draft_tokens, query_start_loc, rows, vocab,
-            drafts, splits, False, lanes, split_lanes, num_warps=1,
+        greedy_kernel[(requests,)](
+            num_accepted, next_token, num_rejected, draft_tokens, target_argmax, most, most_id, total, query_start_loc, total_rows, columns,
+            vocab, target_argmax is not None, splits, block_splits,
         )  # fmt: skip
         return
-    one_hot = draft_probs is None
-    probs_strides = (0, 0) if one_hot else draft_probs.stride()[:2]
-    sizes = (rows, vocab, target_logits.stride(0), *probs_strides)
-    if method == "block" and drafts > 1:
-        residual_mass_kernel[(requests * drafts, splits)](
-            mass, target_logits, draft_probs, maximum, total, draft_tokens, query_start_loc, *sizes, drafts, splits, one_hot,
-            tile.BLOCK, lanes, split_lanes, **warps,
+
+    has_probs = draft_probs is not None
+    weight = source.new_empty(requests, dtype=torch.float32)
+    prefix = source.new_empty((requests, columns), dtype=torch.float32)
+    mass = source.new_empty((requests, columns, splits), dtype=torch.float32) if method == "block" else None
+    strides = (target_logits.stride(0), *(draft_probs.stride()[:2] if has_probs else (0, 0)))
+    bounds = (total_rows, columns, vocab)
+
+    def decide(prefix_only):
+        decide_kernel[(requests,)](
+            num_accepted, num_rejected, weight, prefix, draft_tokens, target_logits, draft_probs, most, most_id, total, mass, seeds, offsets,
+            query_start_loc, *strides, *bounds, method == "block", prefix_only, has_probs, splits, block_splits,
         )  # fmt: skip
-    next_token_kernel[(requests, splits)](
-        num_accepted, num_rejected, score, index, target_logits, draft_probs, maximum, total, mass, draft_tokens, query_start_loc, seeds,
-        offsets, *sizes, method == "block", drafts, splits, one_hot, tile.BLOCK, lanes, split_lanes, **warps,
+
+    if method == "block" and columns:
+        decide(True)
+        mass_kernel[(splits, columns, requests)](
+            mass, draft_tokens, target_logits, draft_probs, most, most_id, total, prefix, query_start_loc, *strides, *bounds, has_probs,
+            block_splits, block_v, splits,
+        )  # fmt: skip
+    decide(False)
+    best = source.new_empty((requests, 2, splits), dtype=torch.float32)
+    best_id = source.new_empty((requests, 2, splits), dtype=torch.int32)
+    sample_kernel[(splits, requests)](
+        best, best_id, num_accepted, weight, draft_tokens, target_logits, draft_probs, most, most_id, total, seeds, offsets, query_start_loc,
+        *strides, *bounds, has_probs, block_splits, block_v, splits,
     )  # fmt: skip
-    next_token_merge_kernel[(requests,)](
-        num_accepted, next_token, num_rejected, score, index, query_start_loc, rows, drafts, splits, split_lanes, num_warps=1
-    )
+    pick_kernel[(requests,)](next_token, best, best_id, query_start_loc, total_rows, splits, block_splits)
