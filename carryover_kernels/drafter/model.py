@@ -168,7 +168,7 @@ class CarryoverDrafter:
         return cls(config, tensors, dtype, device, embed_tokens, lm_head, mark, mark_site, mask_embedding, rope_parity)
 
     def save_pretrained(self, path) -> None:
-        """Write the checkpoint back in its source format (tensors bit for bit, config key for key), with ``carryover_mark`` where there is one.
+        """Write the checkpoint back in its source format (tensors bit for bit, config key for key) and the mark, if any.
 
         Borrowed tensors are not written. A folder that exists is replaced only once the new one is complete.
         """
