@@ -227,6 +227,54 @@ def test_options_against_dense_drafter(odd, mark_site, ops, where, rng):
     assert float((hidden - expected).abs().max()) <= TOLERANCE * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("mark", ["", "pre_norm", "post_norm"])
+@pytest.mark.parametrize("shape", ["zlab", "zlab_markov", "deepspec_gated", "deepspec_rnn"])
+def test_trained_drafter_is_served_as_trained(shape, mark, backend, where, rng, tmp_path):
+    """What the trainer's module computes behind a prefix and carried rows, the drafter computes from the checkpoint it wrote."""
+    from carryover_kernels.training.model import DraftConfig, DraftModel
+
+    deepspec = shape.startswith("deepspec")
+    options = dict(shift=1, confidence=True, borrowed=False) if deepspec else dict(shift=0)
+    if shape != "zlab":
+        options |= dict(markov_rank=16, markov_type=shape.removeprefix("deepspec_") if deepspec else "vanilla")
+    config = DraftConfig(
+        vocab=101, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=96, taps=(1, 5, 9), block=8, mask_token=100,
+        target_hidden=64, target_layers=12, theta=1e4, mark=mark, **options,
+    )  # fmt: skip
+    embed, head = torch.randn(101, 64, generator=rng), torch.randn(101, 64, generator=rng) / 8
+    model = DraftModel(config, embed, head).initialise(rng.initial_seed() % 2**31, std=0.15)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "bias", "markov_w2.weight", "carryover_mark")):
+                parameter += 0.3 * torch.randn(parameter.shape, generator=rng)
+    taps = torch.randn(1, 17, 192, generator=rng)
+    anchor, committed = torch.tensor([7]), 12
+    with torch.no_grad():
+        features = torch.cat([model.features(taps[:, :committed]), model.features(taps[:, committed:], carried=True)], 1)
+        positions = torch.arange(17)[None]
+        block = committed + torch.arange(config.block)[None]
+        sees_all = torch.ones(1, 1, config.block, 17 + config.block, dtype=torch.bool)
+        hidden = model(model.block_tokens(anchor), block, model.outside_keys(features, positions), sees_all)
+        rows = model.proposal_rows(hidden)
+        tokens, logits = model.propose(rows, anchor, allow_mask=True)
+    model.save(tmp_path / "d", dtype=torch.float32)
+    drafter = CarryoverDrafter.from_pretrained(tmp_path / "d", device=where, embed_tokens=embed, lm_head=head)
+    assert (drafter.mark is not None, drafter.config.mark_site) == (bool(mark), mark or "pre_norm")
+    state = drafter.new_state(1, page_size=4, num_pages=8, carry=True)
+    slot = state.allocate(20)
+    absorb(drafter, state, slot, taps[0, :8], 0)
+    absorb(drafter, state, slot, taps[0, 8:], 8, num_rejected=5)
+    served = propose(drafter, state, [slot], [7], return_hidden=True, return_logits=True)
+    # Both float32, sums in another order: golden/README.md's tolerance, for values of that size.
+    for got, expected in ((served.hidden, hidden), (served.logits, logits)):
+        assert float((got.cpu() - expected).abs().max()) <= TOLERANCE * max(1.0, float(expected.abs().max()))
+    assert_equal(served.tokens.cpu(), tokens, "tokens")
+    if config.confidence:
+        previous = torch.cat([anchor[:, None], tokens[:, :-1]], 1)
+        expected = model.confidence_logits(rows, previous).detach()
+        assert float((served.confidence.cpu() - expected).abs().max()) <= TOLERANCE * max(1.0, float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "yarn_mscale", "proportional"])
 def test_rope_scalings_are_those_of_transformers(kind):
     """Frequencies and factor equal Transformers' own to float32 rounding (2e-6 relative: two roundings of a power)."""

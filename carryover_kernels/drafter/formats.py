@@ -16,6 +16,8 @@ MARK_SITES = ("pre_norm", "post_norm")
 DFLASH_KEYS = {
     "target_layer_ids", "mask_token_id", "block_size", "causal", "use_swa", "swa_window_size", "use_aux_hidden_state",
     "attention_sink_bias", "attention_value_scale", "sample_from_anchor", "mask_token", "projector_type", "num_target_layers", "layer_ids",
+    # Ours: z-lab's layout with DeepSpec's heads, as this package's trainer writes it (the paper's Markov drafter).
+    "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
 }  # fmt: skip
 ROPE_REQUIRED = {
     "default": set(),
@@ -131,6 +133,7 @@ def _zlab(keys: Keys) -> DrafterConfig:
         neox=_neox(keys),
         logit_softcap=keys.number("final_logit_softcapping", 0.0),
         **_qwen3(keys, window, causal, all_slide, dflash.flag("attention_sink_bias"), keys.flag("add_swa_attention_sink_bias")),
+        **_heads(dflash, default_rank=0),
         **_mark_site(keys),
         source=keys.values,
     )
@@ -251,15 +254,15 @@ def _gemma4(keys: Keys) -> dict:
     )
 
 
-def _heads(keys: Keys) -> dict:
-    rank = keys.integer("markov_rank", 0)
+def _heads(keys: Keys, default_rank: int | None = None) -> dict:
+    rank = keys.integer("markov_rank", 0, default_rank)
     head = keys.need("markov_head_type") if rank else "none"
     if head not in ("none", "vanilla", "gated", "rnn") or (rank and head == "none"):
-        raise CheckpointError(f"config.json: markov_head_type is {head!r}, must be 'vanilla', 'gated' or 'rnn'")
+        raise CheckpointError(f"{keys.where}: markov_head_type is {head!r}, must be 'vanilla', 'gated' or 'rnn'")
     confidence = keys.flag("enable_confidence_head")
     with_markov = confidence and keys.flag("confidence_head_with_markov")
     if with_markov and not rank:
-        raise CheckpointError("config.json: confidence_head_with_markov is true, must be false with markov_rank 0")
+        raise CheckpointError(f"{keys.where}: confidence_head_with_markov is true, must be false with markov_rank 0")
     return dict(head=head, markov_rank=rank, confidence=confidence, confidence_with_markov=with_markov)
 
 
