@@ -147,17 +147,17 @@ def test_colours_follow_the_terminal(models, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (("generate", "--target", "{models}/nowhere", "--prompt", "x"), "target: no folder .*nowhere, must be the folder of a Transformers"),
+        (("generate", "--target", "{models}/nowhere", "--prompt", "x"), "target: no folder .*nowhere, must be the folder of a"),
         (("generate", "--target", "{models}", "--prompt", "x"), "no config.json in .*, must be the folder of a Transformers checkpoint"),
         (("generate", "--target", "{models}/target"), "generate: no --prompt was given, must have at least one"),
         (("generate", "--target", "{models}/target", "--prompt", ""), "generate: prompt has 0 tokens, must have at least 1"),
         (("generate", "--target", "{models}/target", "--prompt", "x", "--dtype", "int8"), "generate: dtype is 'int8', must be one of auto"),
         (("generate", "--target", "{models}/target", "--prompt", "x", "--temperature", "-1"), "generate: temperature is -1.0, must be 0"),
-        (("generate", "--target", "{models}/target", "--prompt", "x", "--top-p", "2"), "generate: top_p is 2.0, must be above 0 and at most 1"),
+        (("generate", "--target", "{models}/target", "--prompt", "x", "--top-p", "2"), "generate: top_p is 2.0, must be above 0"),
         (("generate", "--target", "{models}/target", "--prompt", "x", "--max-new-tokens", "9999"), "must be at most the target's 256"),
         (("generate", "--target", "{models}/target", "--prompt", "x", "--chat"), "the target's tokenizer has no chat template"),
         (("generate", "--target", "{models}/target", "--drafter", "{models}/no", "--prompt", "x"), "drafter: no folder .*no, must be"),
-        (("generate", "--target", "{models}/target", "--drafter", "{models}/target", "--prompt", "x"), "drafter in .* cannot be loaded: .*arch"),
+        (("generate", "--target", "{models}/target", "--drafter", "{models}/target", "--prompt", "x"), "drafter in .*: .*architectures"),
         (("demo", "--models", "{models}", "--drafter", "dspark"), "demo: drafter is 'dspark', must be one of dflash"),
         (("demo", "--models", "{models}/target"), "target: no folder .*, must be the folder of a Transformers checkpoint"),
     ],
@@ -200,10 +200,10 @@ def test_training_commands_get_their_arguments(command, monkeypatch, capsys):
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     given = []
-    module.main = lambda arguments: given.append(arguments) or 7
+    module.main = lambda arguments, prog: given.append((arguments, prog)) or 7
     monkeypatch.setitem(sys.modules, name, module)
     assert run(capsys, command, "--steps", 3, "--help", "x")[0] == 7
-    assert given == [["--steps", "3", "--help", "x"]]
+    assert given == [(["--steps", "3", "--help", "x"], f"carryover {command}")]
 
 
 # text

@@ -391,8 +391,8 @@ def small(tmp_path_factory):
 
 def sampled_p_value(small, temperature, top_p, method, carryover):
     target, drafter, prompt, answers, logits = small
-    steps = torch.softmax(target_logits(logits.flatten(0, 1), *(torch.full((len(answers) * DRAWN,), x) for x in (temperature, top_p))), dim=1)
-    steps = steps.view(len(answers), DRAWN, SMALL).double()
+    options = [torch.full((len(answers) * DRAWN,), x) for x in (temperature, top_p)]
+    steps = torch.softmax(target_logits(logits.flatten(0, 1), *options), dim=1).view(len(answers), DRAWN, SMALL).double()
     exact = steps.gather(2, answers.unsqueeze(2)).squeeze(2).prod(dim=1)
     assert float(exact.sum()) == pytest.approx(1)
     requests = generate(
@@ -418,7 +418,7 @@ def test_sampled_answers_have_the_targets_distribution(small, temperature, top_p
 
 @pytest.mark.parametrize("fault", ["residual", "always_kept", "greedy_drafts"])
 def test_the_distribution_test_sees_a_wrong_sampler(small, fault, monkeypatch):
-    """The same test with p instead of max(p - q, 0) after a rejection, with drafts kept that should not be, with drafts that q does not describe."""
+    """The same test with p instead of max(p - q, 0) after a rejection, with too many drafts kept, with drafts that q does not describe."""
     verify = session_module.verify_draft
 
     def wrong(drafts, query_start_loc, target_logits=None, draft_probs=None, **kwargs):
@@ -579,8 +579,8 @@ def test_refused_targets(tmp_path):
     with pytest.raises(ValueError, match="Target: BloomForCausalLM fails in a ragged batch .*, must take 4-D masks and positions"):
         tiny_target("bloom")
     hybrid = transformers.Qwen3NextConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2,
         num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
     )  # fmt: skip
     with pytest.raises(ValueError, match="rejected tokens cannot be taken back from other caches"):

@@ -150,7 +150,7 @@ def test_r10_a_request_that_did_not_draft_carries_nothing(qwen, monkeypatch):
 
 
 def test_r11_a_prefix_that_was_never_built_is_not_read(backend):
-    """Keys of positions 0..5 are missing (a restored prefix), pages hold 6..9: ``block_start`` 10 says so, and windows still count by position."""
+    """Keys of positions 0..5 are missing (a restored prefix), pages hold 6..9: ``block_start`` 10 says so; windows count by position."""
     from carryover_kernels.ops import block_attention
 
     generator = torch.Generator().manual_seed(3)

@@ -29,8 +29,9 @@ def tiny_model(family: str = "qwen3", vocab: int = 97, seed: int = 0, **options)
         shape |= dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     if family == "deepseek_v3":
         shape |= dict(
-            num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
-            n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1,
+            num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+            n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1,
+            first_k_dense_replace=1,
         )  # fmt: skip
     names = {"qwen3": "Qwen3", "llama": "Llama", "gemma3": "Gemma3", "mistral": "Mistral", "gpt_oss": "GptOss", "deepseek_v3": "DeepseekV3"}
     names |= {"gpt_neox": "GPTNeoX", "olmo2": "Olmo2", "bloom": "Bloom"}

@@ -120,14 +120,14 @@ def _figures(pairs: list[tuple[Request, Request]]) -> list[str]:
     accepted = (rounds + sum(sum(s.accepted) for s in stats)) / rounds if rounds else None
     alone = all(request is other for request, other in pairs)
     equal = sum(request.tokens == other.tokens for request, other in pairs)
-    verdict = "the target's" if alone else ("equal" if equal == len(pairs) else "differs" if len(pairs) == 1 else f"{equal} of {len(pairs)} equal")
+    verdict = "equal" if equal == len(pairs) else "differs" if len(pairs) == 1 else f"{equal} of {len(pairs)} equal"
     return [
         str(tokens),
         "-" if alone or accepted is None else f"{accepted:.2f}",
         f"{tokens / (rounds + len(pairs)):.2f}",
         f"{tokens / seconds:.0f}",
         "-" if alone else f"{own * tokens / seconds:.2f}x",
-        verdict,
+        "the target's" if alone else verdict,
     ]
 
 

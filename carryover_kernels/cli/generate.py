@@ -21,7 +21,8 @@ def run_generate(
     drafter = load_drafter(drafter_path, target) if drafter_path is not None else None
     if drafter is not None:
         carryover = drafter.mark is not None if carryover is None else carryover
-        say(console, f"{drafter.config.format} drafter of {drafter.config.num_draft_tokens} drafts, carryover {'on' if carryover else 'off'}")
+        switch = "on" if carryover else "off"
+        say(console, f"{drafter.config.format} drafter of {drafter.config.num_draft_tokens} drafts, carryover {switch}")
         if carryover and drafter.mark is None:
             say(console, "this drafter was not trained with carryover (no mark): carried states may well cost acceptance")
         console.print(legend(console))

@@ -26,7 +26,10 @@ def run_info() -> int:
         say(console, "native module: not built")
     else:
         say(console, f"native module: built with {built.compiler} against torch {built.torch_version}")
-        say(console, f"CPU code for: {built.cpu_isas}; runs: {_isa(built)}")
+        say(console, f"CPU code for: {built.cpu_isas}")
+    if _native.load("cpu") is None:
+        used, usable = _native.cpu_isa()
+        say(console, f"CPU code in use: {used}; this machine could use {', '.join(usable)} (CARRYOVER_CPU_ISA picks one)")
     for name in _native.LIBRARIES:
         say(console, f"{name} library: {_native.load(name) or 'loaded'}")
     rows = backend.explain()
@@ -50,13 +53,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _isa(built) -> str:
-    """The instruction set in use, where the build can tell."""
-    name = getattr(built, "cpu_isa", None)
-    name = name() if callable(name) else name
-    return name or "the best of them that this CPU has, or what CARRYOVER_CPU_ISA names"
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def demo(
 @app.command()
 def generate(
     target: Annotated[Path, typer.Option(help="Folder of the target: a Transformers causal LM with its tokenizer.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to complete; may be given more than once; '-' reads standard input.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to complete; may be given again; '-' reads standard input.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="Folder of the drafter: z-lab DFlash, DeepSpec DSpark or speculators.")] = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
@@ -44,9 +44,9 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, or cuda (not yet run on hardware).")] = "cpu",
     carryover: Annotated[
-        bool | None, typer.Option("--carryover/--no-carryover", help="Keep rejected drafts for the next round. Default: if the drafter has a mark.")
+        bool | None, typer.Option("--carryover/--no-carryover", help="Keep rejected drafts for a round. Default: if it has a mark.")
     ] = None,
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Drafts a round; default: all that the block was trained for.", min=1)] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Drafts a round; default: all that it was trained for.", min=1)] = None,
     method: Annotated[str, typer.Option(help="How samples are verified: rejection or block.")] = "rejection",
     compare: Annotated[bool, typer.Option("--compare/--no-compare", help="With a drafter and greedy: also run the target alone.")] = True,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt through the tokenizer's chat template.")] = False,
@@ -56,8 +56,9 @@ def generate(
 
     raise typer.Exit(
         run_generate(
-            target, prompt, drafter, max_new_tokens, temperature, top_p, seed, dtype, device, carryover, num_draft_tokens, method, compare, chat
-        )
+            target, prompt, drafter, max_new_tokens, temperature, top_p, seed, dtype, device, carryover, num_draft_tokens, method,
+            compare, chat,
+        )  # fmt: skip
     )
 
 
@@ -85,7 +86,7 @@ def _training(command: str, arguments: list[str]) -> int:
     name = f"carryover_kernels.training.{command}"
     if importlib.util.find_spec(name) is None:
         raise ValueError(f"{command}: this version has no module {name}, so the command cannot run")
-    return importlib.import_module(name).main(arguments) or 0
+    return importlib.import_module(name).main(arguments, prog=f"carryover {command}") or 0
 
 
 def main(arguments: list[str] | None = None):

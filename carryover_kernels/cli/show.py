@@ -122,7 +122,7 @@ def _loaded(what: str, path: Path, load):
 
 @torch.no_grad()
 def explain_difference(target: Target, one: Request, other: Request) -> tuple[str, bool]:
-    """Where two greedy answers to one prompt part, in words, and whether rounding explains it (the target's two best logits as good as equal)."""
+    """Where two greedy answers to one prompt part, in words; and whether rounding explains it: the target's two best logits are close."""
     pairs = zip(one.tokens, other.tokens)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens)))
     cache = target.new_cache()
@@ -133,5 +133,6 @@ def explain_difference(target: Target, one: Request, other: Request) -> tuple[st
     gap, rounding = float(best[0] - best[1]), 32 * torch.finfo(target.dtype).eps * float(logits.abs().max())
     words = f"token {place + 1} differs; there the target's two best logits are {gap:.2g} apart"
     if gap <= rounding:
-        return f"{words}, within the rounding of {str(target.dtype).removeprefix('torch.')} (a pass over many rows adds in another order)", True
+        name = str(target.dtype).removeprefix("torch.")
+        return f"{words}, within the rounding of {name} (a pass over many rows adds in another order)", True
     return f"{words}, more than rounding explains", False

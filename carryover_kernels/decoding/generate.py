@@ -91,7 +91,7 @@ def _one_each(name: str, value, count: int) -> list[int]:
 
 
 def _fitting(waiting: list[Request], room: int) -> list[Request]:
-    """How many of the first in line can be read in one pass of at most PREFILL_ROWS rows, padding counted; at least one where there is room."""
+    """The first in line that can be read in one pass of at most PREFILL_ROWS rows, padding counted; at least one where there is room."""
     count = longest = 0
     while count < min(room, len(waiting)):
         longest = max(longest, len(waiting[count].prompt))

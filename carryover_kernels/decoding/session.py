@@ -191,7 +191,7 @@ class DecodingSession:
 
     def _check_whole(self):
         if not self._whole:
-            raise RuntimeError("step: an earlier round of this session was cut short, must start a new session (its requests stay readable)")
+            raise RuntimeError("step: an earlier round was cut short, must start a new session (the requests of this one stay readable)")
 
     def _new_request(self, prompt, max_new_tokens, temperature, top_p, seed, stop_tokens, stream) -> Request:
         prompt = [int(token) for token in prompt]
@@ -215,7 +215,7 @@ class DecodingSession:
         return request
 
     def _allocate(self, request: Request):
-        """A drafter slot for ``request`` if its first block fits the drafter's positions, else none: then it decodes without drafts (report R35)."""
+        """A drafter slot for ``request`` if its first block fits the drafter's positions; else it decodes without drafts (report R35)."""
         if self.drafter is None or len(request.prompt) + self._block_rows > self.drafter.config.max_positions:
             return
         total = len(request.prompt) + request.max_new_tokens
@@ -277,10 +277,11 @@ class DecodingSession:
             return limits, None, None
         device = self.target.device
         sampled = any(request.temperature > 0 for request in requests)
+        anchors = [request.tokens[-1] if limit else 0 for request, limit in zip(requests, limits)]
         proposal = self.drafter.propose(
             self.state,
             [request.slot if limit else -1 for request, limit in zip(requests, limits)],
-            torch.tensor([request.tokens[-1] if limit else 0 for request, limit in zip(requests, limits)], dtype=torch.int64, device=device),
+            torch.tensor(anchors, dtype=torch.int64, device=device),
             num_draft_tokens=self.num_draft_tokens,
             temperature=_floats(requests, "temperature", device) if sampled else 0.0,
             seeds=_seeds(requests, device) if sampled else None,
@@ -356,7 +357,9 @@ class DecodingSession:
 def _check_pair(target: Target, drafter: CarryoverDrafter):
     target.check_taps(tuple(drafter.config.taps))
     if drafter.config.vocab_size > target.vocab_size:
-        raise ValueError(f"generate: the drafter's vocabulary is {drafter.config.vocab_size}, must be at most the target's {target.vocab_size}")
+        raise ValueError(
+            f"generate: the drafter's vocabulary is {drafter.config.vocab_size}, must be at most the target's {target.vocab_size}"
+        )
     columns, wanted = drafter.tensors["fc.weight"].shape[1], len(drafter.config.taps) * target.hidden_size
     if columns != wanted:
         raise ValueError(
@@ -386,5 +389,5 @@ def _seeds(requests, device) -> torch.Tensor:
 
 
 def _offsets(requests, device) -> torch.Tensor:
-    """Number of the draw of each request: 0 for the prompt's token, then one a round; never twice for a seed, whoever else is in the batch."""
+    """Number of each request's draw: 0 for the prompt's token, then one a round; never twice for a seed, whoever else decodes."""
     return torch.tensor([request.stats.rounds + 1 if request.tokens else 0 for request in requests], dtype=torch.int64, device=device)

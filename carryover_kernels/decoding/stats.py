@@ -63,7 +63,7 @@ class RequestStats:
 
 
 class Clock:
-    """Laps of a round by kind. On a GPU a lap waits for the device, else launches would be timed instead of work; ``waits=False`` skips that."""
+    """Laps of a round by kind. On a GPU a lap waits for the device, else launches would be timed, not work; ``waits=False`` skips that."""
 
     def __init__(self, device: torch.device, waits: bool = True):
         self._wait = torch.cuda.synchronize if device.type == "cuda" and waits else None

@@ -55,7 +55,7 @@ class RaggedLayer(DynamicLayer):
 
 
 def grown(store: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """``store`` [rows, heads, length, D] with room for at least ``rows`` and ``length``; new room is zero, for masked keys must stay finite."""
+    """``store`` [rows, heads, length, D] with room for ``rows`` and ``length`` at least; new room is zero: masked keys must stay finite."""
     if rows <= store.shape[0] and length <= store.shape[2]:
         return store
     wanted = [rows if rows > store.shape[0] else store.shape[0], store.shape[1], store.shape[2], store.shape[3]]
@@ -139,7 +139,7 @@ class Target:
             raise ValueError(f"Target: {name} is an encoder-decoder, must be a causal LM")
         attention = getattr(self.config, "_attn_implementation", None)
         if attention not in ("eager", "sdpa"):
-            raise ValueError(f"Target: attention implementation is '{attention}', must be 'sdpa' or 'eager' (only these take the mask of a batch)")
+            raise ValueError(f"Target: attention implementation is '{attention}', must be 'sdpa' or 'eager': they take a batch's mask")
         self.layer_types, self.windows = _layer_types(self.config, name)
         self.layers = _decoder_layers(model, self.config.num_hidden_layers)
         parameter = next(model.parameters())
@@ -251,7 +251,7 @@ class Target:
             return logits, None
         for tap in taps:
             if tap not in caught or caught[tap].shape[:2] != tokens.shape:
-                raise RuntimeError(f"Target: tap {tap} gave no state for some of the {query_length} tokens; choose a layer that runs on all")
+                raise RuntimeError(f"Target: tap {tap} gave no state for some of {query_length} tokens, must be a layer that runs on all")
         return logits, torch.cat([caught[tap] for tap in taps], dim=-1)
 
     def _mask(self, positions: torch.Tensor, keys: int):
