@@ -11,7 +11,10 @@ namespace carryover_kernels {
 namespace {
 
 constexpr int64_t kPackColumns = 512;  // of states, a unit of the pack sweep
-constexpr int64_t kFcRows = 32;        // of fc_weight, a unit of the fc sweep: two AMX tiles
+constexpr int64_t kFcRows = 32;        // of fc_weight, a unit of the fc sweep with few lanes: two AMX tiles
+constexpr int64_t kFcRowsWide = 128;   // with many: states, read once a unit, are then the larger operand
+constexpr int64_t kWideTiles = 5;
+constexpr int64_t kAmxColumns = 1024;  // a step of a wide product: 128 rows of weights in 256 KB, 32 lanes of states in 64 KB
 constexpr int64_t kPanelRows = 12;     // weights converted to float32 at once, where there is no product of their type
 constexpr int64_t kPanelColumns = 512;
 
@@ -20,6 +23,10 @@ static inline bool project_in_bf16(const ProjectArgs& args) {
 }
 
 static inline int64_t project_lanes(const ProjectArgs& args) { return (args.num_active + kLanes - 1) / kLanes * kLanes; }
+
+static inline int64_t fc_rows(const ProjectArgs& args) {
+  return project_lanes(args) / kLanes < kWideTiles ? kFcRows : kFcRowsWide;
+}
 
 static ProjectSizes project_sizes(const ProjectArgs& args) {
   ProjectSizes sizes = {};
@@ -30,7 +37,7 @@ static ProjectSizes project_sizes(const ProjectArgs& args) {
   if (args.fc_weight) {
     sizes.packed_states = sizes.lanes * args.features * element;
     sizes.pack_units = tiles * ((args.features + kPackColumns - 1) / kPackColumns);
-    sizes.fc_units = (args.hidden + kFcRows - 1) / kFcRows;
+    sizes.fc_units = (args.hidden + fc_rows(args) - 1) / fc_rows(args);
   } else {
     sizes.pack_units = tiles;
   }
@@ -40,7 +47,7 @@ static ProjectSizes project_sizes(const ProjectArgs& args) {
 
 static int64_t project_workspace(const ProjectArgs& args) {
   const int64_t lanes = project_lanes(args);
-  int64_t floats = lanes * (args.head_dim > kFcRows ? args.head_dim : kFcRows);     // a product's result
+  int64_t floats = lanes * (args.head_dim > fc_rows(args) ? args.head_dim : fc_rows(args));  // a product's result
   floats += kPanelRows * kPanelColumns;                                               // converted weights
   const int64_t pack = kLanes * (args.hidden > kPackColumns ? args.hidden : kPackColumns);
   const int64_t store = 3 * kLanes * args.head_dim;                                   // a tile, its transpose, scaled rows
@@ -68,25 +75,27 @@ static void project_product(
     const int64_t pairs = columns / 2, x_tile = pairs * kLanes;
     int64_t done = 0;
 #if defined(__AMX_BF16__)
-    for (; columns % 32 == 0 && done + kLanes <= rows;) {
-      const int a_tiles = rows - done >= 2 * kLanes ? 2 : 1;
-      AmxOperand a = {}, b = {};
-      a.step = 64, b.step = 1024;
-      for (int t = 0; t < 2; ++t) {
-        a.at[t] = weight + (done + t * kLanes) * row_bytes, a.stride[t] = row_bytes;
-        b.stride[t] = 64;
+    if (columns % 32 == 0) {
+      // Few lanes: one pass over the weights, from memory. Many: blocks that stay in L2, whose results are added up.
+      const bool wide = tiles >= kWideTiles;
+      const int64_t step = wide ? kAmxColumns : columns;
+      done = rows / kLanes * kLanes;
+      for (int64_t first = 0; first < columns; first += step) {
+        const int64_t steps = (columns - first < step ? columns - first : step) / 32;
+        for (int64_t tile = 0; tile < tiles; tile += 2)
+          for (int64_t row = 0; row < done; row += 2 * kLanes) {
+            AmxOperand a = {}, b = {};
+            AmxResult out = {};
+            a.step = 64, b.step = 1024, out.stride = 64;
+            for (int t = 0; t < 2; ++t) {
+              a.at[t] = weight + (row + t * kLanes) * row_bytes + first * 2, a.stride[t] = row_bytes;
+              b.at[t] = reinterpret_cast<const char*>(x + (tile + t) * x_tile + first / 2 * kLanes), b.stride[t] = 64;
+              for (int half = 0; half < 2; ++half) out.at[half][t] = c + (tile + t) * c_tile + (row + half * kLanes) * kLanes;
+            }
+            const int a_tiles = done - row < 2 * kLanes ? 1 : 2, b_tiles = tiles - tile < 2 ? 1 : 2;
+            amx_product(a, a_tiles, b, b_tiles, out, steps, first > 0, tile == 0 ? 512 : 0);
+          }
       }
-      for (int64_t tile = 0; tile < tiles; tile += 2) {
-        AmxResult out = {};
-        out.stride = 64;
-        for (int t = 0; t < 2; ++t) {
-          b.at[t] = reinterpret_cast<const char*>(x + (tile + t) * x_tile);
-          for (int half = 0; half < 2; ++half) out.at[half][t] = c + (tile + t) * c_tile + (done + half * kLanes) * kLanes;
-        }
-        // Only the first pass reads the weights from memory; the next find them in L2.
-        amx_product(a, a_tiles, b, tiles - tile < 2 ? 1 : 2, out, columns / 32, false, tile == 0 ? 512 : 0);
-      }
-      done += a_tiles * kLanes;
     }
 #endif
     const auto pair = [&](int64_t row, int64_t k) { return weight + (done + row) * row_bytes + k * 4; };
@@ -199,14 +208,14 @@ static void project_pack(const ProjectArgs& args, int64_t unit, void* workspace)
 
 static void project_fc(const ProjectArgs& args, int64_t unit, void* workspace) {
   char* at = aligned(workspace);
-  const int64_t lanes = project_lanes(args), tiles = lanes / kLanes, first = unit * kFcRows;
-  const int64_t rows = args.hidden - first < kFcRows ? args.hidden - first : kFcRows;
-  float* c = take_floats(at, lanes * kFcRows);
+  const int64_t lanes = project_lanes(args), tiles = lanes / kLanes, most = fc_rows(args), first = unit * most;
+  const int64_t rows = args.hidden - first < most ? args.hidden - first : most;
+  float* c = take_floats(at, lanes * most);
   float* panel = take_floats(at, kPanelRows * kPanelColumns);
   const char* weight = static_cast<const char*>(args.fc_weight) + first * args.features * elem_size(args.type);
-  project_product(args, weight, rows, args.features, args.packed_states, tiles, c, kFcRows * kLanes, panel);
+  project_product(args, weight, rows, args.features, args.packed_states, tiles, c, most * kLanes, panel);
   float* squares = args.partial_squares + unit * lanes;
-  for (int64_t tile = 0; tile < tiles; ++tile) finish_hidden(args, tile, first, rows, c + tile * kFcRows * kLanes, squares);
+  for (int64_t tile = 0; tile < tiles; ++tile) finish_hidden(args, tile, first, rows, c + tile * most * kLanes, squares);
 }
 
 static inline float round_one(float x, Elem type) {
@@ -232,7 +241,7 @@ static inline VecF round_lanes(VecF x, Elem type) {
 
 // After the fc sweep: the rows' 1/rms, and cos and sin of their positions, laid out by lane.
 static void project_norms(const ProjectArgs& args) {
-  const int64_t lanes = project_lanes(args), units = args.fc_weight ? (args.hidden + kFcRows - 1) / kFcRows : 1;
+  const int64_t lanes = project_lanes(args), units = args.fc_weight ? project_sizes(args).fc_units : 1;
   for (int64_t lane = 0; lane < lanes; ++lane) {
     float sum = 0.0f;
     for (int64_t unit = 0; unit < units; ++unit) sum += args.partial_squares[unit * lanes + lane];
