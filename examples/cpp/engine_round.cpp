@@ -38,10 +38,10 @@ Tensor longs(std::vector<int64_t> shape, std::initializer_list<int64_t> values) 
   return filled<int64_t>(std::move(shape), ScalarType::Long, [&](int64_t i) { return values.begin()[i]; });
 }
 
-double sum(const Tensor& tensor) {
-  double total = 0;
-  for (int64_t i = 0; i < tensor.numel(); ++i) total += static_cast<const float*>(tensor.const_data_ptr())[i];
-  return total;
+double total(const Tensor& tensor) {
+  double result = 0;
+  for (int64_t i = 0; i < tensor.numel(); ++i) result += static_cast<const float*>(tensor.const_data_ptr())[i];
+  return result;
 }
 
 int main() {
@@ -74,7 +74,7 @@ int main() {
   std::printf(
       "accepted %d next %lld carried %d block_start %lld k %.6f carry_k %.6f out %.6f\n", static_cast<int32_t*>(accepted.data_ptr())[0],
       static_cast<long long>(static_cast<int64_t*>(anchor.data_ptr())[0]), static_cast<int32_t*>(carry_lens.data_ptr())[1],
-      static_cast<long long>(static_cast<int64_t*>(block_start.data_ptr())[0]), sum(k_cache[0]), sum(carry_k), sum(out));
+      static_cast<long long>(static_cast<int64_t*>(block_start.data_ptr())[0]), total(k_cache[0]), total(carry_k), total(out));
   try {
     ck::clear_carry(longs({1}, {1}), carry_lens);
   } catch (const std::runtime_error& error) {
