@@ -19,11 +19,19 @@ class CarrySettings:
     decay: float = losses.DECAY
 
 
-def set_mark(model, scale, seed):
-    """Starts the mark at N(0, scale): zero leaves rejected rows looking like committed ones."""
+@torch.no_grad()
+def set_mark(model, scale, seed, features):
+    """Starts the mark at N(0, scale x the size of what it is added to), measured on tap states [N, T, F] of a record:
+    after fc (pre_norm; the embedded drafter's is 93 a component, where a mark of 0.02 is nothing) or after hidden_norm.
+    A zero mark leaves rejected rows looking like committed ones. Returns the measured size; a step of the mark's
+    optimiser must be in its proportion."""
+    rows = model.fc(features)
+    if model.c.mark == "post_norm":
+        rows = model.hidden_norm(rows)
+    size = rows.square().mean().sqrt().item()
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        model.carryover_mark.normal_(0, 1, generator=generator).mul_(scale)
+    model.carryover_mark.normal_(0, 1, generator=generator).mul_(scale * size)
+    return size
 
 
 def second_loss(model, ids, lengths, branches, settings, generator):

@@ -303,6 +303,7 @@ def main(argv=None):
     parser.add_argument("--quick", action="store_true", help="tiny models, a minute: shows that the script works")
     parser.add_argument("--until", choices=["tokenizer", "target", "records", "drafter"], help="stop after this stage")
     parser.add_argument("--threads", type=int, default=0, help="threads of torch (default: its own choice)")
+    parser.add_argument("--note", default="", help="a sentence for the cards about how this run was made")
     parser.add_argument("--share", default="0/1", help="K/N: write only the K-th of N shares of the records, then stop")
     arguments = parser.parse_args(argv)
     settings = Settings(seed=arguments.seed, **(QUICK if arguments.quick else {}))
@@ -333,7 +334,7 @@ def main(argv=None):
             train_drafter(settings, work, tokenizer, target, records).save(work / "dflash")
         if arguments.until == "drafter":
             return
-        evaluation.finish(settings, facts, work, out, files, tokenizer, target)
+        evaluation.finish(settings, facts, work, out, files, tokenizer, target, arguments.note)
     except TrainingStopped as stopped:
         sys.exit(str(stopped))
 

@@ -87,7 +87,7 @@ def library_loss(settings, tokenizer, target, files, rows=64):
     return total
 
 
-def finish(settings, facts, work, out, files, tokenizer, target):
+def finish(settings, facts, work, out, files, tokenizer, target, note=""):
     """Evaluates what is saved (bf16 weights, run in float32), writes evaluation.json and the cards, fills `out`."""
     embed = target.model.embed_tokens.weight.detach()
     model = DraftModel.load(work / "dflash", embed=embed, head=embed).eval()
@@ -101,7 +101,7 @@ def finish(settings, facts, work, out, files, tokenizer, target):
     print(f"acceptance length {result['acceptance_length']:.3f} over {sum(k['prompts'] for k in result['kinds'].values())} "
         "held-out prompts: " + ", ".join(f"{k} {e['acceptance_length']:.2f}" for k, e in result["kinds"].items()))
     out.mkdir(parents=True, exist_ok=True)
-    facts = {"settings": asdict(settings), "library": facts, "evaluation": result, "versions": versions(),
+    facts = {"settings": asdict(settings), "library": facts, "evaluation": result, "versions": versions(), "note": note,
              "losses": {n: last_loss(work / f"{n}_training" / "metrics.jsonl") for n in ("target", "drafter")}}
     for name in ("target", "dflash"):
         (work / name / "README.md").write_text(card(name, facts), encoding="utf-8")
@@ -146,6 +146,7 @@ def card(name, facts):
         f"{facts['versions']['torch']}, transformers {facts['versions']['transformers']}. A toy for demonstrations and "
         "tests; it knows nothing of the world.\n"
     )
+    made += f"{facts['note']}\n" if facts["note"] else ""
     rows = "".join(
         f"| {kind} | {k['prompts']} | {k['acceptance_length']:.2f} | "
         f"{'-' if k['target_loss'] is None else format(k['target_loss'], '.3f')} | "

@@ -12,7 +12,7 @@ from carryover_kernels.training.model import DraftConfig, DraftModel
 MODES = ("carryover", "none", "plain")
 
 
-def train(target, records, out, work, *, drafter=None, mode="carryover", mark_site="pre_norm", mark_scale=0.02,
+def train(target, records, out, work, *, drafter=None, mode="carryover", mark_site="pre_norm", mark_scale=1.0,
           share=1.0, steps=1000, batch=16, anchors=16, lr=1e-3, muon_lr=1e-3, mark_lr=5e-3, seed=0, quiet=False,
           new_drafter=None):
     """Trains a drafter for the target on recorded responses and writes it to `out`.
@@ -36,10 +36,15 @@ def train(target, records, out, work, *, drafter=None, mode="carryover", mark_si
         model.initialise(step_seed(seed, 0, 2))
     else:
         raise ValueError("train: drafter was None, must be a folder to start from or new_drafter a DraftConfig")
-    if mode == "carryover" and not model.carryover_mark.any():
-        carry.set_mark(model, mark_scale, step_seed(seed, 0, 4))
+    mark_size = 1.0
+    if mode == "carryover":
+        had = model.carryover_mark.detach().clone()
+        sample, _ = data.pad_records(kept[:8])
+        mark_size = carry.set_mark(model, mark_scale, step_seed(seed, 0, 4), data.tap_states(model_target, sample, model.c.taps))
+        if had.any():  # a drafter that has learned one keeps it
+            model.carryover_mark.data.copy_(had)
     settings = carry.CarrySettings(mode=mode, share=share)
-    loop = Loop(model, make_optimizers(model, lr, muon_lr, mark_lr=mark_lr), work, steps,
+    loop = Loop(model, make_optimizers(model, lr, muon_lr, mark_lr=mark_lr * mark_size), work, steps,
                 warmup=max(1, min(100, steps // 10)), name=mode, quiet=quiet)
     loop.resume()
     loop.run(carry.carry_step(model, model_target, kept, settings, seed=seed, batch=batch, anchors=anchors))
@@ -61,14 +66,14 @@ def main(argv=None, prog=None):
     parser.add_argument("--work", required=True, help="folder for checkpoint.pt and metrics.jsonl; training goes on there")
     parser.add_argument("--mode", choices=MODES, default="carryover", help="none: same anchors, nothing carried")
     parser.add_argument("--mark-site", choices=("pre_norm", "post_norm"), default="pre_norm")
-    parser.add_argument("--mark-scale", type=float, default=0.02, help="standard deviation of the mark at the start")
+    parser.add_argument("--mark-scale", type=float, default=1.0, help="the mark at the start, in sizes of a row")
     parser.add_argument("--share", type=float, default=1.0, help="part of the branches that carry")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16, help="records a step")
     parser.add_argument("--anchors", type=int, default=16, help="anchors a record")
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW, for vectors and heads")
     parser.add_argument("--muon-lr", type=float, default=1e-3, help="Muon, for matrices; 0: AdamW for all")
-    parser.add_argument("--mark-lr", type=float, default=5e-3)
+    parser.add_argument("--mark-lr", type=float, default=5e-3, help="in sizes of a row")
     parser.add_argument("--seed", type=int, default=0)
     arguments = vars(parser.parse_args(argv))
     try:
