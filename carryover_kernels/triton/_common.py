@@ -58,6 +58,19 @@ def key_visible(key_position, query_position, CAUSAL: tl.constexpr, WINDOW_LEFT:
 
 
 @triton.jit
+def key_reachable(key_position, first_query, last_query, CAUSAL: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):
+    """Whether any row at first_query .. last_query sees the key. One that none sees is not read: its V may not meet even a zero weight."""
+    reachable = key_position == key_position
+    if CAUSAL:
+        reachable = reachable & (key_position <= last_query)
+    if WINDOW_LEFT >= 0:
+        reachable = reachable & (first_query - key_position <= WINDOW_LEFT)
+    if WINDOW_RIGHT >= 0:
+        reachable = reachable & (key_position - last_query <= WINDOW_RIGHT)
+    return reachable
+
+
+@triton.jit
 def softmax_shift(maximum):
     """What is subtracted in the exponent: a row that saw no key yet has -inf, and -inf minus -inf is NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)

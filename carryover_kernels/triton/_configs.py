@@ -1,5 +1,6 @@
 """Tile sizes by architecture and shape class, from the checked-in table configs.json. Nothing is tuned at serving time."""
 
+import contextlib
 import functools
 import json
 from pathlib import Path
@@ -17,9 +18,30 @@ def table() -> dict:
     return json.loads(TABLE.read_text())
 
 
-@functools.cache
+_assumed: int | None = None  # an architecture that is compiled for without being there
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}  # A100, H100 and H200, B200
+
+
+@contextlib.contextmanager
+def assumed(arch: int):
+    """Inside, tiles and splits are those of architecture ``arch`` (80, 90, 100), whatever this machine has."""
+    global _assumed
+    before, _assumed = _assumed, arch
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
 def architecture() -> str:
     """'sm_90' and the like for this GPU; 'interpreter', whose tiles are small so that small tests cross their edges. Else the default's rows serve."""
+    if _assumed is not None:
+        return f"sm_{_assumed}"
+    return _present()
+
+
+@functools.cache
+def _present() -> str:
     if _env.triton_interprets():
         return "interpreter"
     if torch.cuda.is_available():
@@ -42,10 +64,16 @@ def config(kernel: str, arch: str | None = None, **shape) -> SimpleNamespace:
     raise LookupError(f"{kernel}: no row of configs.json serves {shape}, must have a default row without bounds")
 
 
-@functools.cache
 def workers(device: torch.device) -> int:
     """Programs that run at once; a round number under the interpreter, so that splits are tried there too."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    if _assumed is not None:
+        return 2 * MULTIPROCESSORS.get(_assumed, 132)
+    return 2 * _multiprocessors(device) if device.type == "cuda" else 8
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def plan_splits(tasks: int, length: int, device: torch.device, tile: int) -> int:

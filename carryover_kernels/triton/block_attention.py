@@ -1,14 +1,11 @@
 """``block_attention``: one split-KV kernel over [committed pages | carried | block] and a merge of the splits."""
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
-from .. import _native
-from ._common import LN2, LOG2E, cast, dot, key_visible, page_offset, softmax_shift, tanh
-from ._configs import config
+from ._common import LN2, LOG2E, cast, dot, key_reachable, key_visible, softmax_shift, tanh
+from ._configs import config, plan_splits
 
 
 @triton.jit
@@ -23,8 +20,6 @@ def attend(q, k, v, visible, m, d, acc, scale_log2, softcap, v_scale, SOFTCAP: t
     p = tl.exp2(scores - shift[:, None])
     alpha = tl.exp2(m - shift)
     d = d * alpha + tl.sum(p, axis=1)
-    # A key that no row sees may hold anything: its V must not meet even a zero weight.
-    v = tl.where(tl.max(visible.to(tl.int32), axis=0)[:, None] > 0, v, 0.0).to(v.dtype)
     acc = dot(cast(p * v_scale, v.dtype), v, acc * alpha[:, None])
     return m_new, d, acc
 
@@ -81,6 +76,8 @@ def block_attention_kernel(
         start = tl.load(block_start_ptr + r)
     committed = tl.where(live, tl.minimum(length.to(tl.int64), columns.to(tl.int64) * page_size), 0).to(tl.int32)
     query_position = start + b
+    first_query = start + tile * BLOCK_M // GROUP
+    last_query = start + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, block_rows - 1)
 
     q_at = r64 * stride_q_request + b.to(tl.int64) * stride_q_row + head.to(tl.int64) * stride_q_head
     q = tl.load(q_ptr + q_at[:, None] + lane_d[None, :], mask=(b < tl.where(live, block_rows, 0))[:, None] & in_head[None, :], other=0.0).to(COMPUTE)
@@ -104,13 +101,13 @@ def block_attention_kernel(
     for n in range(first_tile, last_tile):
         index = n * BLOCK_N + lane_n
         page = tl.load(block_table_ptr + r64 * stride_table + index // page_size, mask=index < committed, other=-1)
-        there = (page >= 0) & (page < pages)
-        slot = page.to(tl.int64) * page_size + index % page_size
-        k_at = page_offset(slot, page_size, stride_kc_page, stride_kc_slot) + head64 * stride_kc_head
-        v_at = page_offset(slot, page_size, stride_vc_page, stride_vc_slot) + head64 * stride_vc_head
+        key_position = start - committed + index
+        there = (page >= 0) & (page < pages) & key_reachable(key_position, first_query, last_query, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT)
+        page64, in_page = page.to(tl.int64), (index % page_size).to(tl.int64)
+        k_at = page64 * stride_kc_page + in_page * stride_kc_slot + head64 * stride_kc_head
+        v_at = page64 * stride_vc_page + in_page * stride_vc_slot + head64 * stride_vc_head
         k = tl.load(k_cache_ptr + k_at[None, :] + lane_d[:, None], mask=there[None, :] & in_head[:, None], other=0.0).to(COMPUTE)
         v = tl.load(v_cache_ptr + v_at[:, None] + lane_d[None, :], mask=there[:, None] & in_head[None, :], other=0.0).to(COMPUTE)
-        key_position = start - committed + index
         visible = there[None, :] & key_visible(key_position[None, :], query_position[:, None], CAUSAL, WINDOW_LEFT, WINDOW_RIGHT)
         m, d, acc = attend(q, k, v, visible, m, d, acc, scale_log2 * k_factor, softcap, v_factor, SOFTCAP)
 
@@ -124,18 +121,19 @@ def block_attention_kernel(
             for begin in range(0, carried, BLOCK_N):
                 j = begin + lane_n
                 there = j < carried
+                key_position = start + j
+                if HAS_CARRY_POSITIONS:
+                    key_position = tl.load(carry_positions_ptr + slot64 * carry_capacity + j, mask=there, other=0)
+                there = there & key_reachable(key_position, first_query, last_query, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT)
                 k_at = slot64 * stride_ck_slot + j.to(tl.int64) * stride_ck_row + head64 * stride_ck_head
                 v_at = slot64 * stride_cv_slot + j.to(tl.int64) * stride_cv_row + head64 * stride_cv_head
                 k = tl.load(carry_k_ptr + k_at[None, :] + lane_d[:, None], mask=there[None, :] & in_head[:, None], other=0.0).to(COMPUTE)
                 v = tl.load(carry_v_ptr + v_at[:, None] + lane_d[None, :], mask=there[:, None] & in_head[None, :], other=0.0).to(COMPUTE)
-                key_position = start + j
-                if HAS_CARRY_POSITIONS:
-                    key_position = tl.load(carry_positions_ptr + slot64 * carry_capacity + j, mask=there, other=0)
                 visible = there[None, :] & key_visible(key_position[None, :], query_position[:, None], CAUSAL, WINDOW_LEFT, WINDOW_RIGHT)
                 m, d, acc = attend(q, k, v, visible, m, d, acc, scale_log2, softcap, 1.0, SOFTCAP)
         for begin in range(0, tl.where(live, key_rows, 0), BLOCK_N):
             j = begin + lane_n
-            there = j < key_rows
+            there = (j < key_rows) & key_reachable(start + j, first_query, last_query, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT)
             k_at = r64 * stride_kb_request + j.to(tl.int64) * stride_kb_row + head64 * stride_kb_head
             v_at = r64 * stride_vb_request + j.to(tl.int64) * stride_vb_row + head64 * stride_vb_head
             k = tl.load(k_block_ptr + k_at[None, :] + lane_d[:, None], mask=there[None, :] & in_head[:, None], other=0.0).to(COMPUTE)
@@ -194,18 +192,6 @@ def merge_kernel(
         tl.store(lse_ptr + row, lse)
 
 
-@functools.cache
-def _workers(device: torch.device) -> int:
-    """Programs that run at once; a round number under the interpreter, so that splits are tried there too."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
-def _plan_splits(tasks: int, keys: int, device: torch.device, tile: int) -> int:
-    """From shapes alone: a captured graph keeps its count when lengths change. 1 where the C++ planner is not built."""
-    build = _native.build_info()
-    return build.plan_splits(tasks, keys, _workers(device), tile) if build is not None else 1
-
-
 def _compute_dtype(q, k_cache, carry_k):
     """What the products run in: q's dtype where it holds the keys exactly (fp8 does), else float32."""
     exact = (q.dtype, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -225,7 +211,7 @@ def block_attention_triton(
     group, columns = q_heads // kv_heads, block_table.shape[1]
     tile = config("block_attention", head_dim=head_dim, rows=group * block_rows, dtype=q.dtype)
     row_tiles = triton.cdiv(group * block_rows, tile.BLOCK_M)
-    splits = num_splits or _plan_splits(requests * kv_heads * row_tiles, columns * page_size, q.device, tile.BLOCK_N)
+    splits = num_splits or plan_splits(requests * kv_heads * row_tiles, columns * page_size, q.device, tile.BLOCK_N)
     partial = state = None
     if splits > 1:
         partial = q.new_empty((requests, block_rows, q_heads, splits, head_dim), dtype=torch.float32)

@@ -36,7 +36,7 @@ def matvec(weight_ptr, rows, columns, x_ptr, count, BLOCK_R: tl.constexpr, BLOCK
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])  # one compilation for all steps of a block
 def head_kernel(
     tokens_ptr, confidence_ptr, w_ptr, z_ptr, state_ptr,
 
@@ -47,7 +47,7 @@ def head_kernel(
 
     step, steps, table_rows, rank, hidden_size, confidence_width,
 
-    HEAD: tl.constexpr, HAS_REMAP: tl.constexpr, HAS_CONFIDENCE: tl.constexpr, HAS_CONFIDENCE_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HEAD: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_REMAP: tl.constexpr, HAS_CONFIDENCE: tl.constexpr, HAS_CONFIDENCE_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # Grid (R). A program writes token step - 1 of its request, then w = W1[token] and z of step `step`. step == steps only writes.
@@ -68,13 +68,14 @@ def head_kernel(
     if step < steps:
         h_ptr = hidden_ptr + r * stride_hidden_request + step * stride_hidden_row
         known = (anchor >= 0) & (previous >= 0) & (previous < table_rows)
-        for begin in range(0, rank, BLOCK_R):
-            unit = begin + tl.arange(0, BLOCK_R)
-            w = tl.load(markov_w1_ptr + previous * rank + unit, mask=unit < tl.where(known, rank, 0), other=0.0).to(tl.float32)
-            tl.store(w_ptr + r * rank + unit, w, mask=unit < rank)
-            if HEAD == "vanilla":
-                tl.store(z_ptr + r * rank + unit, w, mask=unit < rank)
-        tl.debug_barrier()  # w is read back by other lanes of this program
+        if HAS_TABLE:
+            for begin in range(0, rank, BLOCK_R):
+                unit = begin + tl.arange(0, BLOCK_R)
+                w = tl.load(markov_w1_ptr + previous * rank + unit, mask=unit < tl.where(known, rank, 0), other=0.0).to(tl.float32)
+                tl.store(w_ptr + r * rank + unit, w, mask=unit < rank)
+                if HEAD == "vanilla":
+                    tl.store(z_ptr + r * rank + unit, w, mask=unit < rank)
+            tl.debug_barrier()  # w is read back by other lanes of this program
         if HEAD == "gated":
             columns = (hidden_size + rank).to(tl.int64)
             for begin in range(0, rank, BLOCK_R):
@@ -119,7 +120,7 @@ def head_kernel(
                 k = begin + tl.arange(0, BLOCK_K)
                 h = tl.load(h_ptr + k, mask=k < hidden_size, other=0.0).to(tl.float32)
                 total += h * tl.load(confidence_weight_ptr + k, mask=k < hidden_size, other=0.0)
-            if confidence_width > hidden_size:
+            if HAS_TABLE and confidence_width > hidden_size:
                 for begin in range(0, rank, BLOCK_K):
                     k = begin + tl.arange(0, BLOCK_K)
                     w = tl.load(w_ptr + r * rank + k, mask=k < rank, other=0.0)
@@ -130,7 +131,7 @@ def head_kernel(
             tl.store(confidence_ptr + r * steps + step, tl.where(anchor >= 0, logit, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])  # one compilation for all steps of a block
 def vocab_kernel(
     logits_ptr, best_ptr, best_id_ptr, most_ptr, sum_ptr,
 
@@ -174,7 +175,7 @@ def vocab_kernel(
         tl.store(sum_ptr + at, tl.sum(tl.where(there, tl.exp((logit - shift) / divisor), 0.0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])  # one compilation for all steps of a block
 def probs_kernel(
     probs_ptr,
 
@@ -236,7 +237,7 @@ def markov_sample_triton(
         head_kernel[(requests,)](
             tokens, confidence, w, z, state, best, best_id, anchor_tokens, draft_to_target, markov_w1, hidden, head_weight, head_bias,
             confidence_weight, confidence_bias, *strides, step, steps, markov_w1.shape[0] if rank else 0, rank, hidden_size,
-            confidence_weight.shape[1] if confidence_weight is not None else 0, head, draft_to_target is not None,
+            confidence_weight.shape[1] if confidence_weight is not None else 0, head, rank > 0, draft_to_target is not None,
             confidence_weight is not None, confidence_bias is not None, head_bias is not None, splits, block_splits, tile.BLOCK_R, 128,
             num_warps=4,
         )  # fmt: skip
