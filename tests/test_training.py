@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import zlib
 from pathlib import Path
 
 import pytest
@@ -540,3 +541,41 @@ def test_saved_drafter_reads_back(folders, tiny_target):
     for name, value in drafter.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
     assert again.c == drafter.c
+
+
+# the shipped models
+
+
+MODELS = Path(train.__file__).parents[1] / "models"
+
+
+def test_shipped_drafter_is_worth_speculating():
+    """Acceptance length of at least 3 at block 8 on held-out prompts, two a kind; the card has all of them."""
+    target, tokenizer = data.load_target(MODELS / "target")
+    prompts = {}
+    for row in json.loads((MODELS / "held_out.json").read_text()):
+        prompts.setdefault(row["kind"], []).append(row["prompt"])
+    assert set(prompts) == set(corpus.KINDS) and all(len(p) >= 64 for p in prompts.values())
+    some = [p for rows in prompts.values() for p in rows[:2]]
+    ids = data.encode(tokenizer, some)
+    responses = data.respond(target, ids, 64, tokenizer.eos_token_id)
+    records = [data.Record("", p + r, len(p), 0.0) for p, r in zip(ids, responses, strict=True)]
+    embed = target.get_input_embeddings().weight.detach()
+    drafter = DraftModel.load(MODELS / "dflash", embed=embed, head=embed)
+    assert drafter.c.proposals == 7
+    assert carry.acceptance_length(carry.chained(drafter, target, records, carry=False)) >= 3
+
+
+def test_shipped_weights_fit():
+    files = list(MODELS.rglob("*.safetensors"))
+    assert files and sum(f.stat().st_size for f in files) < 24e6
+
+
+def test_held_out_prompts_share_no_invented_word_with_training():
+    for row in json.loads((MODELS / "held_out.json").read_text()):
+        if row["kind"] == "substitution":
+            rules = row["prompt"].split("\ntext")[0]
+            for word in re.findall(r"[=/] (\w+)", rules):
+                assert zlib.crc32(word.encode()) % corpus.HELD_OUT_WORDS == 0
+        if row["kind"] == "text":
+            assert corpus.file_is_held_out(row["source"].rsplit(":", 1)[0])
