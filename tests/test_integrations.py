@@ -4,8 +4,12 @@ The stand-ins follow the engines' conventions: null blocks, padded tails with st
 reserved request slots. No engine is installed or imported.
 """
 
+import ast
+import importlib
+import inspect
 import json
 import pathlib
+import re
 import sys
 from types import SimpleNamespace
 
@@ -270,10 +274,40 @@ def test_shards_of_ranks_are_the_whole(share_kv, rng):
         buffers.shard_kv_rows(weight[:10], layers, heads, 0, 2, share_kv)
 
 
-def test_engines_are_imported_only_when_asked():
+def test_engines_are_imported_only_when_asked(monkeypatch):
     """Importing the adapters brings no engine in; asking for a version without the engine says what is missing."""
     for module in (vllm, sglang):
         name = module.__name__.rsplit(".", 1)[1]
         assert name not in sys.modules
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed, also where it is
         with pytest.raises(ImportError, match=f"{name} can't be imported .* must be installed"):
             module.engine_version()
+
+
+def test_docs_name_what_exists():
+    """Every name that docs/engines.md's code takes from us is there, with as many arguments as it accepts."""
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "engines.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) == 3
+    calls = 0
+    for block in blocks:
+        ours = {"ck": importlib.import_module("carryover_kernels")}
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                ours.update({alias.asname or alias.name: getattr(module, alias.name) for alias in node.names})
+        for node in ast.walk(ast.parse(block)):
+            if not isinstance(node, ast.Call):
+                continue
+            function = node.func
+            if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id in ours:
+                target = getattr(ours[function.value.id], function.attr)
+            elif isinstance(function, ast.Name) and function.id in ours:
+                target = ours[function.id]
+            else:
+                continue
+            if any(isinstance(a, ast.Starred) or (isinstance(a, ast.Constant) and a.value is ...) for a in node.args):
+                continue
+            inspect.signature(target).bind(*node.args, **{keyword.arg: 0 for keyword in node.keywords})
+            calls += 1
+    assert calls >= 10
