@@ -167,6 +167,105 @@ def test_r11_a_prefix_that_was_never_built_is_not_read(backend):
         torch.testing.assert_close(out[0, row, 0], weights @ values)
 
 
+def attention_case(committed, carried, rows=4, page=16, seed=5):
+    """Float32 arguments of block_attention for one request whose table is in order, and all its keys laid flat for a dense check."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, 2, 16, generator=generator)
+
+    pages = -(-committed // page)
+    args = dict(
+        q=random(1, rows), k_block=random(1, rows), v_block=random(1, rows), k_cache=random(pages, page), v_cache=random(pages, page),
+        block_table=torch.arange(pages, dtype=torch.int32).unsqueeze(0), seq_lens=torch.tensor([committed], dtype=torch.int32),
+        carry_k=random(1, 8), carry_v=random(1, 8), carry_lens=torch.tensor([carried], dtype=torch.int32),
+        carry_slot_ids=torch.zeros(1, dtype=torch.int32),
+    )  # fmt: skip
+    positions = torch.cat([torch.arange(committed), committed + torch.arange(carried), committed + torch.arange(rows)])
+    flat = [
+        torch.cat([args[f"{name}_cache"].flatten(0, 1)[:committed], args[f"carry_{name}"][0, :carried], args[f"{name}_block"][0]])
+        for name in ("k", "v")
+    ]
+    return args, flat, positions
+
+
+def dense(args, flat, positions, window=None):
+    """Masked softmax in float64, [rows, heads, D]."""
+    q, (keys, values) = args["q"][0].double(), (tensor.double() for tensor in flat)
+    scores = torch.einsum("rhd,khd->hrk", q, keys) * q.shape[-1] ** -0.5
+    if window is not None:
+        distance = positions[-q.shape[0] :, None] - positions[None, :]
+        scores = scores.masked_fill(distance > window, float("-inf"))
+    return torch.einsum("hrk,khd->rhd", scores.softmax(dim=-1), values)
+
+
+def assert_dense(out, wanted):
+    # Float32 sums of up to some thousand terms, each below 5: assert_close's own float32 tolerance is for that.
+    torch.testing.assert_close(out[0].double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_r24_r26_what_lies_past_the_length_never_enters(backend, poison):
+    """17 keys in pages of 16: the second page's tail, and the carry slot's, hold NaN or Inf in K and in V."""
+    from carryover_kernels.ops import block_attention
+
+    args, flat, positions = attention_case(17, 3)
+    wanted = dense(args, flat, positions)
+    for name in ("k", "v"):
+        args[f"{name}_cache"][1, 1:] = poison
+        args[f"carry_{name}"][0, 3:] = poison
+    assert_dense(block_attention(**args)[0], wanted)
+
+
+@pytest.mark.parametrize("splits", [2, 7, 16])
+def test_r27_splits_that_see_no_key_weigh_nothing(backend, splits):
+    """A window of 9 leaves most splits of 300 keys empty."""
+    from carryover_kernels.ops import block_attention
+
+    args, flat, positions = attention_case(300, 2)
+    out, lse = block_attention(**args, window_left=9, num_splits=splits, return_lse=True)
+    assert_dense(out, dense(args, flat, positions, window=9))
+    assert torch.isfinite(lse).all()
+
+
+def test_r32_rows_of_q_past_32_bits(backend):
+    """Two requests whose q lies 2**31 + 64 elements apart."""
+    from test_block_attention import sparse_storage
+
+    from carryover_kernels.ops import block_attention
+
+    args, _, _ = attention_case(17, 3)
+    twice = {name: value.repeat(2, *[1] * (value.dim() - 1)) if name in ("k_block", "v_block") else value for name, value in args.items()}
+    twice |= {name: args[name].repeat(2, *[1] * (args[name].dim() - 1)) for name in ("block_table", "seq_lens", "carry_slot_ids")}
+    rows, heads, dim = args["q"].shape[1:]
+    twice["q"] = sparse_storage((2, rows, heads, dim), (2**31 + 64, heads * dim, dim, 1), torch.float32)
+    twice["q"][0], twice["q"][1] = args["q"][0], args["q"][0] * 2
+    out, _ = block_attention(**twice)
+    assert torch.equal(out[:1], block_attention(**args)[0])
+    assert torch.equal(out[1:], block_attention(**(args | dict(q=args["q"] * 2)))[0])
+
+
+def test_r38_a_plan_is_never_reused_for_another_window(backend):
+    """The same shapes with windows in turn, each against its own definition."""
+    from carryover_kernels.ops import block_attention
+
+    args, flat, positions = attention_case(300, 2)
+    for window in (9, None, 120, 9, 1000, None):
+        out, _ = block_attention(**args, window_left=-1 if window is None else window)
+        assert_dense(out, dense(args, flat, positions, window))
+
+
+def test_r50_long_context_is_split_and_carry_joins_the_same_pass(backend):
+    """Thousands of keys cut into parts give what one part gives, with carried rows and without."""
+    from carryover_kernels.ops import block_attention
+
+    for carried in (0, 5):
+        args, flat, positions = attention_case(5000, carried)
+        wanted = dense(args, flat, positions)
+        for splits in (0, 1, 8):
+            assert_dense(block_attention(**args, num_splits=splits)[0], wanted)
+
+
 def test_r13_the_targets_cache_never_holds_rejected_tokens(qwen, monkeypatch, seed):
     """What the target keeps with a drafter and carryover is what it keeps alone: it may be reused for anything."""
     target, drafter = qwen
