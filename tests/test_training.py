@@ -535,12 +535,18 @@ def test_record_then_train(folders, tmp_path, capsys):
     assert "must be a folder with config.json" in capsys.readouterr().err
 
 
-def test_saved_drafter_reads_back(folders, tiny_target):
-    drafter = tiny_drafter(tiny_target, mark="")
-    again = DraftModel.load(folders / "drafter", embed=drafter.embed, head=drafter.head)
+@pytest.mark.parametrize(("shift", "markov"), [(0, ""), (1, "rnn")])
+def test_saved_drafter_reads_back(tmp_path, tiny_target, shift, markov):
+    """In both layouts, with the target's embeddings and head left out."""
+    drafter = tiny_drafter(tiny_target, "pre_norm", shift, markov)
+    drafter.save(tmp_path / "d", torch.float32)
+    assert "lm_head.weight" not in load_file(tmp_path / "d" / "model.safetensors")
+    again = DraftModel.load(tmp_path / "d", embed=drafter.embed, head=drafter.head)
     for name, value in drafter.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
     assert again.c == drafter.c
+    with pytest.raises(ValueError, match="must be given the target's"):
+        DraftModel.load(tmp_path / "d")
 
 
 # the shipped models

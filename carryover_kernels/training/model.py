@@ -94,7 +94,7 @@ class DraftConfig:
             mark=raw.get("carryover_config", {}).get("mark_site", "") or mark,
             markov_rank=inner.get("markov_rank", 0), markov_type=inner.get("markov_head_type", "vanilla"),
             confidence=raw.get("enable_confidence_head", False),
-            confidence_markov=raw.get("confidence_head_with_markov", True), borrowed=zlab,
+            confidence_markov=raw.get("confidence_head_with_markov", True),
         )
 
 
@@ -351,8 +351,11 @@ class DraftModel(nn.Module):
         directory = Path(directory)
         tensors = {k: v.float() for k, v in load_file(directory / "model.safetensors").items()}
         config = DraftConfig.from_json(json.loads((directory / "config.json").read_text()))
+        config = replace(config, borrowed="embed_tokens.weight" not in tensors)
         embed = tensors.pop("embed_tokens.weight", embed)
         head = tensors.pop("lm_head.weight", head)
+        if embed is None or head is None:
+            raise ValueError(f"draft model: {directory} has no embed_tokens or lm_head, must be given the target's")
         if mark is not None:
             config = replace(config, mark=mark)
         model = cls(config, embed, head)
