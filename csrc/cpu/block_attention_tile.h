@@ -27,6 +27,8 @@ static inline bool attention_in_bf16(const AttentionArgs& args) {
 struct AttentionWork {
   bool bf16;
   int64_t width;  // head dim, padded for bf16
+  int64_t row_bytes;   // from one copied row to the next
+  int64_t pair_bytes;  // from one pair of value rows to the next
   int64_t tiles, step_keys, num_heads;
   char *all_q, *k_rows, *v_rows, *zero_row;
   float *scores, *all_out, *all_m, *all_d;
@@ -50,6 +52,9 @@ static inline int64_t attention_layout(const AttentionArgs& args, int64_t num_he
   work.tiles = kRowTile / kLanes;
   work.step_keys = keys_a_step(work.bf16);
   work.num_heads = num_heads;
+  // A step of 64 bytes beyond a power of two: rows that are read side by side must not fall into the same few sets of L1.
+  work.row_bytes = work.width * (work.bf16 ? 2 : 4) + (work.bf16 ? 0 : 64);
+  work.pair_bytes = work.width * 4 + 64;
   int64_t used = 0;
   const auto take = [&](int64_t bytes) {
     char* at = base + used;
@@ -58,8 +63,8 @@ static inline int64_t attention_layout(const AttentionArgs& args, int64_t num_he
   };
   const int64_t keys = work.step_keys, row_bytes = work.width * (work.bf16 ? 2 : 4), lanes = work.tiles * kLanes;
   work.all_q = take(num_heads * lanes * row_bytes);
-  work.k_rows = take(keys * row_bytes);
-  work.v_rows = take(keys * row_bytes);
+  work.k_rows = take(keys * work.row_bytes);
+  work.v_rows = take(keys * work.row_bytes);
   work.zero_row = take(row_bytes);
   // Also the place of 16 rows on the way in and out.
   work.scores = reinterpret_cast<float*>(take((keys * lanes > work.width * kLanes ? keys * lanes : work.width * kLanes) * 4));
@@ -67,7 +72,7 @@ static inline int64_t attention_layout(const AttentionArgs& args, int64_t num_he
   work.all_m = reinterpret_cast<float*>(take(num_heads * lanes * 4));
   work.all_d = reinterpret_cast<float*>(take(num_heads * lanes * 4));
   work.probabilities = work.bf16 ? take(lanes * keys * 2) : reinterpret_cast<char*>(work.scores);
-  work.v_pairs = work.bf16 ? take(keys * row_bytes) : nullptr;
+  work.v_pairs = work.bf16 ? take(keys / 2 * work.pair_bytes) : nullptr;
   work.key_scale = reinterpret_cast<float*>(take(keys * 4));
   work.v_scale = reinterpret_cast<float*>(take(keys * 4));
   work.first_row = reinterpret_cast<int32_t*>(take(keys * 4));
@@ -97,7 +102,8 @@ static inline const char* offset_of(const void* base, int64_t elements, Elem typ
   return static_cast<const char*>(base) + elements * elem_size(type);
 }
 
-// A row as the products want it: itself where it has the right type and width, else a converted, zero-padded copy.
+// A row as the products want it. bf16: itself where it has the right type and width, else a converted, zero-padded copy. float32: always a
+// copy, since products read rows again and again, and a cache's rows lie a multiple of 4 KB apart as often as not.
 static inline const char* usable_row(const AttentionArgs& args, const AttentionWork& work, const char* row, Elem type, char* copy) {
   if (work.bf16) {
     if (type == Elem::bf16 && work.width == args.head_dim) return row;
@@ -110,7 +116,6 @@ static inline const char* usable_row(const AttentionArgs& args, const AttentionW
     memset(to + args.head_dim, 0, static_cast<size_t>(work.width - args.head_dim) * 2);
     return copy;
   }
-  if (type == Elem::f32) return row;
   to_floats(reinterpret_cast<float*>(copy), row, type, args.head_dim);
   return copy;
 }
@@ -173,13 +178,13 @@ static inline int64_t find_keys(
   const float scale = args.scale;
   const float cache_scale = scale * (args.k_scale ? *args.k_scale : 1.0f);
   const float v_scale = args.v_scale ? *args.v_scale : 1.0f;
-  const int64_t padded = round_up(count, 32), row_bytes = work.width * (work.bf16 ? 2 : 4);
+  const int64_t padded = round_up(count, 32), row_bytes = work.row_bytes;
   for (int64_t group = 0; group < padded / kLanes; ++group) masked[group] = false;
 
   for (int64_t at = 0; at < count;) {
     const KeyRun run = key_run(args, keys, part.request, work.head, first + at, count - at);
     // Most keys are a stretch of pages that every row sees and that is read in place.
-    const bool in_place = work.width == args.head_dim && run.type == (work.bf16 ? Elem::bf16 : Elem::f32);
+    const bool in_place = work.bf16 && work.width == args.head_dim && run.type == Elem::bf16;
     if (run.k && run.scaled && in_place && (args.window_left < 0 || args.rows - 1 - run.relative <= args.window_left)) {
       for (int64_t i = 0; i < run.count; ++i, ++at) {
         work.first_row[at] = 0, work.last_row[at] = static_cast<int32_t>(args.rows - 1);
@@ -269,7 +274,7 @@ static void pack_value_pairs(const AttentionWork& work, int64_t keys) {
   const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
   for (int64_t key = 0; key < keys; key += 2) {
     const char *even = work.v_at[key], *odd = work.v_at[key + 1];
-    char* to = work.v_pairs + key * work.width * 2;
+    char* to = work.v_pairs + key / 2 * work.pair_bytes;
     for (int64_t d = 0; d < work.width; d += 32) {
       const __m512i a = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(even + d * 2));
       const __m512i b = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(odd + d * 2));
@@ -440,8 +445,8 @@ static void add_values(AttentionWork& work, int64_t tiles, int64_t keys, bool fi
   if (work.bf16) {
     for (int64_t d = 0; d < work.width; d += 32) {
       AmxOperand b = {};
-      b.step = 16 * work.width * 4;
-      for (int half = 0; half < 2; ++half) b.at[half] = work.v_pairs + (d + half * kLanes) * 4, b.stride[half] = work.width * 4;
+      b.step = 16 * work.pair_bytes;
+      for (int half = 0; half < 2; ++half) b.at[half] = work.v_pairs + (d + half * kLanes) * 4, b.stride[half] = work.pair_bytes;
       for (int64_t tile = 0; tile < tiles; tile += 2) {
         const int a_tiles = tiles - tile < 2 ? 1 : 2;
         AmxOperand a = {};
@@ -461,7 +466,7 @@ static void add_values(AttentionWork& work, int64_t tiles, int64_t keys, bool fi
   const float* p = reinterpret_cast<const float*>(work.probabilities);
   const int64_t out_tile = work.width * kLanes;
   if (work.bf16) {
-    const auto value = [&](int64_t d, int64_t pair) { return work.v_pairs + (pair * work.width + d) * 4; };
+    const auto value = [&](int64_t d, int64_t pair) { return work.v_pairs + pair * work.pair_bytes + d * 4; };
     product<kHasDot>(work.out, out_tile, tiles, work.width, value, p, work.step_keys / 2 * kLanes, 0, keys / 2, !first);
   } else {
     const auto value = [&](int64_t d, int64_t key) { return work.v_at[key] + d * 4; };

@@ -68,7 +68,7 @@ static inline VecI load_int(const int32_t* from) {
 static inline void store_int(int32_t* to, VecI v) { CK_EACH *reinterpret_cast<NativeIU*>(to + i * kNative) = v.p[i]; }
 static inline VecF splat(float x) {
   VecF v;
-  CK_EACH v.p[i] = NativeF{} + x;
+  CK_EACH v.p[i] = x - NativeF{};  // x - 0 is x and folds to a broadcast; 0 + x would not, for the sake of -0
   return v;
 }
 static inline VecI splat_int(int32_t x) {
