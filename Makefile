@@ -34,13 +34,15 @@ bench-quick: $(LIBRARY)
 	$(PY) -m bench.report --quick $(ARGS)
 
 models: $(LIBRARY)
-	$(PY) -m carryover_kernels.training.embedded --out build/models --work build/training $(ARGS)
+	$(PY) -m carryover_kernels.training.embedded --out build/models --work build/training
 
-study: $(LIBRARY)
-	$(PY) -m carryover_kernels.training.study $(ARGS)
+# Hours: trains the embedded pair, then the study's cells from its baseline; what is finished is not run again.
+study: models
+	$(PY) -m carryover_kernels.training.study --embedded build/training --work build/study --out docs/study.json $(ARGS)
 
 study-quick: $(LIBRARY)
-	$(PY) -m carryover_kernels.training.study --quick $(ARGS)
+	$(PY) -m carryover_kernels.training.embedded --quick --out build/models-quick --work build/training-quick
+	$(PY) -m carryover_kernels.training.study --steps 5 --embedded build/training-quick --work build/study-quick --out build/study-quick/study.json $(ARGS)
 
 wheel: $(LIBRARY)
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
