@@ -40,9 +40,11 @@ def compiler() -> str:
 def check_tools():
     """One sentence that says what to install, instead of a page of a failed build."""
     if sys.version_info < OLDEST["python"]:  # old Pythons read this far: no newer syntax above
-        stop("Python is %s, must be 3.11 or newer: install python3.11 and name it, as in 'make PYTHON=python3.11'" % dotted(sys.version_info[:2]))
-    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
-        stop(f"Python's headers are missing from {sysconfig.get_path('include')}, must be there: install them with 'apt install python3-dev'")
+        was = dotted(sys.version_info[:2])
+        stop(f"Python is {was}, must be 3.11 or newer: install python3.11 and name it, as in 'make PYTHON=python3.11'")
+    headers = sysconfig.get_path("include")
+    if not os.path.exists(os.path.join(headers, "Python.h")):
+        stop(f"Python's headers are missing from {headers}, must be there: install them with 'apt install python3-dev'")
     cmake = version_of(["cmake"])
     if cmake is None or cmake < OLDEST["cmake"]:
         was = "missing" if cmake is None else "version " + dotted(cmake)
@@ -88,7 +90,7 @@ class CMakeBuild(build_ext):
         try:
             import torch  # noqa: F401
         except ImportError:
-            stop("torch is not importable by the build, must be 2.11 or newer: install torch first, then 'pip install --no-build-isolation .'")
+            stop("torch is not importable, must be 2.11 or newer: install it first, then 'pip install --no-build-isolation .'")
         package = (ROOT if self.inplace or self.editable_mode else Path(self.build_lib).resolve()) / "carryover_kernels"
         folder = ROOT / "build" / "cmake"
         cache = folder / "CMakeCache.txt"
@@ -96,7 +98,8 @@ class CMakeBuild(build_ext):
             shutil.rmtree(folder)  # the checkout was moved or copied, and CMake refuses the old cache
         ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
         generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
-        self._cmake("-S", str(ROOT), "-B", str(folder), f"-DCARRYOVER_PYTHON={sys.executable}", f"-DCMAKE_CXX_COMPILER={compiler()}", *generator)
+        facts = [f"-DCARRYOVER_PYTHON={sys.executable}", f"-DCMAKE_CXX_COMPILER={compiler()}"]
+        self._cmake("-S", str(ROOT), "-B", str(folder), *facts, *generator)
         self._cmake("--build", str(folder), "--parallel", os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1))
         self._cmake("--install", str(folder), "--prefix", str(package))
 
@@ -104,7 +107,7 @@ class CMakeBuild(build_ext):
         quiet = {"stdout": subprocess.DEVNULL} if arguments[0] == "--install" else {}
         status = subprocess.run(["cmake", *arguments], **quiet).returncode
         if status:
-            stop(f"'cmake {arguments[0]}' failed with status {status}: the messages above say why; after a fix, remove build/cmake if they persist")
+            stop(f"'cmake {arguments[0]}' failed with status {status}: the messages above say why; remove build/cmake if they persist")
 
     def get_outputs(self):
         return []

@@ -89,7 +89,8 @@ def test_forced_instruction_set_runs_right(isa):
     tests = [f"tests/test_{op}.py" for op in ("block_attention", "project_states", "qk_norm_rope")]
     used = run([sys.executable, "-c", "from carryover_kernels import _native; print(_native.cpu_isa()[0])"], CARRYOVER_CPU_ISA=isa)
     assert used.stdout.strip() == isa, used.stderr
-    done = run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-k", "named_case and (f32 or bf16)", *tests], CARRYOVER_CPU_ISA=isa)
+    pytest_run = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-k", "named_case and (f32 or bf16)", *tests]
+    done = run(pytest_run, CARRYOVER_CPU_ISA=isa)
     assert done.returncode == 0, done.stdout[-4000:]
 
 

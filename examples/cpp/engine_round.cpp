@@ -23,7 +23,8 @@ Tensor filled(std::vector<int64_t> shape, ScalarType type, const std::function<T
 
 // Numbers in -0.5 .. 0.5 without a pattern that a shape could hide.
 Tensor floats(std::vector<int64_t> shape, int64_t seed) {
-  return filled<float>(std::move(shape), ScalarType::Float, [seed](int64_t i) { return ((i * 7919 + seed * 104729) % 1009) / 1009.0f - 0.5f; });
+  return filled<float>(
+      std::move(shape), ScalarType::Float, [seed](int64_t i) { return ((i * 7919 + seed * 104729) % 1009) / 1009.0f - 0.5f; });
 }
 
 Tensor zeros(std::vector<int64_t> shape) {
