@@ -46,8 +46,7 @@ def replay(folder, kind, dtype):
     return errors, tokens, expected_tokens
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, dtype", [(kind, torch.float64) for kind in KINDS] + [("carryover", torch.float32)])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_reference_drafter_matches(folder, kind, dtype):
     errors, tokens, expected = replay(folder, kind, dtype)
