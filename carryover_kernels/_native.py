@@ -16,8 +16,11 @@ def load(backend: str) -> str | None:
     if backend not in _reasons:
         path = FOLDER / LIBRARIES[backend]
         if not path.exists():
-            remedy = "run 'make native' in a checkout, or reinstall the package with a C++ compiler" if backend == "cpu" else "this version has no CUDA C++"
-            _reasons[backend] = f"{path.name} is not built: {remedy}"
+            remedy = {
+                "cpu": "run 'make native' in a checkout, or reinstall the package with a C++ compiler",
+                "cuda": "this version has no CUDA C++",
+            }
+            _reasons[backend] = f"{path.name} is not built: {remedy[backend]}"
         else:
             try:
                 torch.ops.load_library(str(path))
