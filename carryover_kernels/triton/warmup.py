@@ -1,18 +1,28 @@
 """Compile kernels before they are needed, on any machine: launchers run on meta tensors, and what they would launch is compiled.
 
 ``specializations`` records the launches of one drafter's shapes; ``compile_for`` turns one into a cubin for an architecture without a
-GPU. ``carryover warmup`` fills Triton's disk cache with them; not yet run on hardware.
+GPU; ``warm`` fills Triton's disk cache with them. ``python -m carryover_kernels.triton.warmup --arch 90 --shape qwen3-4b`` prints a line of
+JSON a kernel: registers, spills, shared memory, tensor-core instructions. Not yet run on hardware.
 """
 
+import argparse
 import contextlib
 import importlib
-from dataclasses import dataclass
+import json
+import subprocess
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from . import _configs
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block may have
+ARCHITECTURES = tuple(SHARED_MEMORY)
 OPS = ("plan_round", "clear_carry", "carry_to_pages", "qk_norm_rope", "block_attention", "project_states", "markov_sample", "verify_draft")
 TYPES = {
     torch.float32: "fp32",
@@ -93,8 +103,8 @@ def recording():
             setattr(module, name, kernel)
 
 
-def specializations(shape: Shape) -> list[Launch]:
-    """What one drafter round of ``shape`` launches, every op once, both marks' places and both ways to sample."""
+def specializations(shape: Shape, capability: int = 90) -> list[Launch]:
+    """What one drafter round of ``shape`` launches on sm_<capability>, every op once, both marks' places and both ways to sample."""
     from .block_attention import block_attention_triton
     from .carry_to_pages import carry_to_pages_triton
     from .clear_carry import clear_carry_triton
@@ -126,7 +136,7 @@ def specializations(shape: Shape) -> list[Launch]:
     carry_k = meta(s.L, s.R, C, s.Hkv, s.D)
     fp8 = cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     rope = f32(40960, rotary)
-    with recording() as launches:
+    with recording() as launches, _configs.assumed(capability):
         plan_round_triton(i64(T), i64(T), i64(T), i64(s.R), i32(s.R + 1), i32(s.R), i64(T), i64(T), i32(s.R), i32(s.R), C, None)
         clear_carry_triton(i32(s.R), i32(s.R))
         carry_to_pages_triton(i64(T), i64(s.R, s.B), i32(s.R), i64(T), i64(T), i32(s.R + 1), i32(s.R, P), i32(s.R), s.page, s.B, i32(s.R))
@@ -154,6 +164,7 @@ def specializations(shape: Shape) -> list[Launch]:
             )  # fmt: skip
         rows = (i32(s.R), i64(s.R), i32(s.R), i64(s.R, N), i32(s.R + 1))
         verify_draft_triton(*rows, None, i64(T), None, None, None, "greedy")
+        verify_draft_triton(*rows, f32(T, s.V), None, None, None, None, "greedy")
         for method in ("rejection", "block"):
             verify_draft_triton(*rows, f32(T, s.V), None, f32(s.R, N, s.V), i64(s.R), i64(s.R), method)
     return list({_key(launch): launch for launch in launches}.values())
@@ -183,8 +194,89 @@ def _key(launch: Launch):
     return launch.kernel.__name__, tuple(types.items()), str(constants), str(attributes), tuple(launch.options.items())
 
 
+# What tests compile and docs/kernels.md lists. Gemma-4-12B's own file was not at hand: its widths are assumed, head dim and shared K/V known.
+QWEN3_4B = Shape("qwen3-4b", 2560, 5 * 2560, 5, 32, 8, 128, head="gated")
+GEMMA4_12B = Shape("gemma4-12b", 3840, 5 * 3840, 5, 16, 2, 512, B=8, V=262144, share_kv=True, head="rnn")
+SMALL = replace(QWEN3_4B, H=512, F=1024, L=2, Hq=8, Hkv=2, V=2048, r=64, head="vanilla")
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        QWEN3_4B,
+        GEMMA4_12B,
+        *(replace(QWEN3_4B, name=f"qwen3-4b batch {R}", R=R, head="none") for R in (1, 32)),
+        *(replace(SMALL, name=f"head dim {D}", D=D, rotary_dim=D // 2) for D in (64, 80, 96, 256)),
+        replace(SMALL, name="window, softcap", window_left=2047, softcap=30.0, dtype=torch.float16, B=4),
+        replace(SMALL, name="fp8 e4m3 cache", cache_dtype=torch.float8_e4m3fn),
+        replace(SMALL, name="fp8 e5m2 cache", cache_dtype=torch.float8_e5m2, dtype=torch.float16),
+        replace(SMALL, name="float32", dtype=torch.float32, D=128),
+        replace(SMALL, name="float32 head dim 256", dtype=torch.float32, D=256),
+        replace(SMALL, name="bf16, float32 cache", cache_dtype=torch.float32),
+    )
+}
+# Where the tile table and the tensor cores matter.
+GEMM_SHAPED = ("project_fc_kernel", "project_kv_kernel", "block_attention_kernel")
+
+
 def compile_for(launch: Launch, capability: int):
     """The compiled kernel (``.asm['ptx']``, ``.asm['cubin']``, ``.metadata``) for sm_<capability>, made without a GPU."""
     types, constants, attributes = signature(launch)
     source = ASTSource(launch.kernel, types, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+
+
+def figures(compiled) -> dict[str, int]:
+    """Registers a thread, bytes of stack and local memory a thread (0 unless registers spill), bytes of shared memory a block, and how many
+    of each tensor-core instruction the PTX holds."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([cuobjdump, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    line = text[text.index(f"Function {compiled.metadata.name}:") :].splitlines()[1]
+    fields = dict(part.rsplit(":", 1) for part in line.split() if ":" in part)
+    return {
+        "registers": int(fields["REG"]),
+        "stack": int(fields["STACK"]),
+        "local": int(fields["LOCAL"]),
+        # 1 KiB that the driver keeps for itself on sm_90 and later is part of the count.
+        "shared": int(fields.get("SHARED", 0)) + compiled.metadata.shared,
+        **{name: compiled.asm["ptx"].count(name + ".") for name in ("wgmma.mma_async", "mma.sync", "tcgen05.mma")},
+    }
+
+
+def tile(launch: Launch) -> dict:
+    return {name: value for name, value in launch.values.items() if name.startswith("BLOCK")} | launch.options
+
+
+def warm(shape: Shape, capability: int, only=(), report=None) -> int:
+    """Compile what a round of ``shape`` launches into Triton's disk cache; ``report(launch, compiled or the exception)`` hears of each."""
+    launches = [launch for launch in specializations(shape, capability) if not only or launch.kernel.__name__ in only]
+    for launch in launches:
+        try:
+            result = compile_for(launch, capability)
+        except Exception as error:  # Triton's compiler raises many kinds; the report says which kernel it was
+            if report is None:
+                raise
+            result = error
+        if report is not None:
+            report(launch, result)
+    return len(launches)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m carryover_kernels.triton.warmup", description=__doc__)
+    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, required=True)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--only", nargs="*", default=())
+    options = parser.parse_args(argv)
+
+    def line(launch, result):
+        row = {"kernel": launch.kernel.__name__, "grid": launch.grid, "tile": tile(launch)}
+        row |= {"error": f"{type(result).__name__}: {str(result)[:400]}"} if isinstance(result, Exception) else figures(result)
+        print(json.dumps(row), flush=True)
+
+    warm(SHAPES[options.shape], options.arch, options.only, line)
+
+
+if __name__ == "__main__":
+    main()
