@@ -92,7 +92,8 @@ def attention_case(
     layout="nhd", fused_qkv=False, block_segment=True, capacity=None, start=None, tree=False, causal=False, left=-1, right=-1,
     sinks=False, softcap=0.0, scale=None, kv_scales=False, splits=0, lse=True, lost_pages=False, wide_table=3,
 ):  # fmt: skip
-    """``committed`` and ``carried``: keys of each request; committed -1 = padding; carried None = no slot; carried None for all = no carry."""
+    """``committed`` and ``carried``: keys of each request; committed -1 = padding;
+    carried None = no slot; carried None for all = no carry."""
     requests = len(committed)
     cache, carry_dtype = cache or dtype, carry_dtype or dtype
     need = [-(-max(n, 0) // page) for n in committed]
@@ -194,7 +195,7 @@ ATTENTION = {
     "mha": RAGGED | {"q_heads": 2, "kv_heads": 2},
     "gqa_8": RAGGED | {"q_heads": 8, "kv_heads": 1},
     "head_dim_128_block_16": {"committed": (33, 2), "carried": (15, 0), "block": 16, "dim": 128},
-    "long_context": {"committed": (523, 64), "carried": (15, 7), "block": 16, "dim": 64, "q_heads": 8, "page": 16, "sinks": True},
+    "long_context": {"committed": (270, 64), "carried": (15, 7), "block": 16, "dim": 64, "q_heads": 8, "page": 16, "sinks": True},
     "long_context_window": {"committed": (301,), "carried": (7,), "block": 8, "dim": 80, "page": 16, "left": 130, "splits": 3},
     "head_dim_36": RAGGED | {"dim": 36},
     "head_dim_5": RAGGED | {"dim": 5, "q_heads": 3, "kv_heads": 3},

@@ -1,7 +1,8 @@
 """How results are compared. Integers and untouched bytes: bitwise. Floats: never worse than twice plain PyTorch in the same dtype.
 
 Why 2 x: PyTorch's own error in that dtype says how much rounding the computation brings at these inputs; another order of the same
-operations may be unlucky where PyTorch is lucky, so a factor is needed, and 2 is the smallest that FlashAttention's years of use found enough.
+operations may be unlucky where PyTorch is lucky,
+so a factor is needed, and 2 is the smallest that FlashAttention's years of use found enough.
 The floor (twice the rounding of one harmless addition in the output's dtype) covers inputs where PyTorch happens to be exact.
 """
 
