@@ -5,6 +5,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from carryover_kernels.training import carry, corpus, data, losses, masks, recor
 from carryover_kernels.training.loop import Loop, TrainingStopped, make_optimizers, step_seed
 from carryover_kernels.training.model import DraftConfig, DraftModel
 
-GOLDEN = Path(__file__).parent / "golden"
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
 PARITY = 2e-5  # the golden rounds' own promise, golden/README.md: float32, nothing rounded
 
 
@@ -209,11 +212,11 @@ def run_line(directory, steps=12, stop_at=None, nan_at=None, quiet=True):
 
 def test_killed_run_resumes_exactly(tmp_path):
     whole = run_line(tmp_path / "whole")
-    child = os.fork()
-    if child == 0:  # dies by SIGKILL in step 7
-        run_line(tmp_path / "killed", stop_at=7)
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    # A fresh process: a fork of this one would wait for OpenMP threads that it did not inherit.
+    code = "import sys, pathlib, test_training; test_training.run_line(pathlib.Path(sys.argv[1]), stop_at=7)"
+    path = os.pathsep.join(map(str, (HERE, HERE.parent)))
+    child = subprocess.run([sys.executable, "-c", code, tmp_path / "killed"], env=os.environ | {"PYTHONPATH": path})
+    assert child.returncode == -signal.SIGKILL
     assert run_line(tmp_path / "killed") == whole
     assert len(set(whole)) == 12
 
