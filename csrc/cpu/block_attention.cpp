@@ -166,7 +166,9 @@ std::tuple<Tensor, Tensor> cpu::block_attention(
   // Waking the other threads costs a few microseconds: not for less work than that.
   const bool alone = all_keys * query_rows * args.kv_heads * args.head_dim < 400000;
   const int64_t workspace = table.attention_workspace(args, part_heads);
-  for_units(static_cast<int64_t>(parts.size()), workspace, alone, [&](int64_t unit, void* at) { table.attention_part(args, parts[unit], at); });
+  for_units(static_cast<int64_t>(parts.size()), workspace, alone, [&](int64_t unit, void* at) {
+    table.attention_part(args, parts[unit], at);
+  });
   for_units(static_cast<int64_t>(merges.size()), 0, alone || merges.size() < 4, [&](int64_t unit, void*) {
     table.attention_merge(args, parts[merges[unit].first], merges[unit].second);
   });

@@ -106,8 +106,10 @@ void cpu::project_states(
   int64_t carry_rows = 0;
   if (carry_k) {
     args.carry_k = carry_k->data_ptr(), args.carry_v = carry_v->data_ptr(), args.carry_type = elem_of(*carry_k);
-    args.ck_layer = carry_k->stride(0), args.ck_slot = carry_k->stride(1), args.ck_row = carry_k->stride(2), args.ck_head = carry_k->stride(3);
-    args.cv_layer = carry_v->stride(0), args.cv_slot = carry_v->stride(1), args.cv_row = carry_v->stride(2), args.cv_head = carry_v->stride(3);
+    args.ck_layer = carry_k->stride(0), args.ck_slot = carry_k->stride(1);
+    args.ck_row = carry_k->stride(2), args.ck_head = carry_k->stride(3);
+    args.cv_layer = carry_v->stride(0), args.cv_slot = carry_v->stride(1);
+    args.cv_row = carry_v->stride(2), args.cv_head = carry_v->stride(3);
     args.carry_capacity = carry_k->size(2);
     carry_rows = carry_k->size(1) * carry_k->size(2);
   }
@@ -144,7 +146,8 @@ void cpu::project_states(
 
     // Multiplications a sweep; below about 20 microseconds of them one thread is quicker than waking another.
     const bool fc_alone = lanes * args.features * args.hidden < 2000000, kv_alone = lanes * kv_weight.size(0) * args.hidden < 2000000;
-    for_units(sizes.pack_units, workspace, lanes * args.features < 100000, [&](int64_t unit, void* at) { table.project_pack(args, unit, at); });
+    const bool pack_alone = lanes * args.features < 100000;
+    for_units(sizes.pack_units, workspace, pack_alone, [&](int64_t unit, void* at) { table.project_pack(args, unit, at); });
     for_units(sizes.fc_units, workspace, fc_alone, [&](int64_t unit, void* at) { table.project_fc(args, unit, at); });
     table.project_norms(args);
     for_units(sizes.kv_units, workspace, kv_alone, [&](int64_t unit, void* at) { table.project_kv(args, unit, at); });
