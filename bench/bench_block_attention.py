@@ -39,8 +39,9 @@ def case(model, batch, context, page, carry, dtype=torch.bfloat16, compiled=Fals
     keys = context + carry + rows
     return report.Case(
         f"{model.name} batch {batch} context {context} page {page} carry {carry}" + ("" if dtype == torch.bfloat16 else " f32"),
-        ours, others, check, 2 * batch * keys * kv_heads * dim * q.element_size() + 2 * count_bytes(q), 4 * batch * rows * heads * dim * keys,
-        dtype, {"model": model.name, "batch": batch, "context": context, "page": page, "carry": carry},
+        ours, others, check, 2 * batch * keys * kv_heads * dim * q.element_size() + 2 * count_bytes(q),
+        4 * batch * rows * heads * dim * keys, dtype,
+        {"model": model.name, "batch": batch, "context": context, "page": page, "carry": carry},
     )  # fmt: skip
 
 

@@ -31,8 +31,9 @@ def case(batch, rows=16, block=16, page=16, width=64) -> report.Case:
                 raise AssertionError("carry_to_pages: other slots than the tensor operations give")
 
     return report.Case(
-        f"batch {batch} rows {rows}", ours, {"eager": eager}, check, count_bytes(cache, carry, starts, seq_lens, *ours()), axes={"batch": batch}
-    )
+        f"batch {batch} rows {rows}", ours, {"eager": eager}, check, count_bytes(cache, carry, starts, seq_lens, *ours()),
+        axes={"batch": batch},
+    )  # fmt: skip
 
 
 def cases(quick: bool):

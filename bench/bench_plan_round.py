@@ -27,8 +27,9 @@ def case(batch, rows=16, capacity=15) -> report.Case:
                 raise AssertionError("plan_round: another plan than the tensor operations give")
 
     return report.Case(
-        f"batch {batch} rows {rows}", ours, {"eager": eager}, check, count_bytes(positions, slots, starts, rejected, *ours()), axes={"batch": batch}
-    )
+        f"batch {batch} rows {rows}", ours, {"eager": eager}, check, count_bytes(positions, slots, starts, rejected, *ours()),
+        axes={"batch": batch},
+    )  # fmt: skip
 
 
 def cases(quick: bool):

@@ -37,14 +37,16 @@ def case(model, rows, carried, dtype=torch.bfloat16) -> report.Case:
         unfused(*wide, *wide_carries, states.double(), fc.double(), kv.double())
         ours()
         unfused()
-        for got, eager, truth in zip(caches[0] + caches[1] + carries[:2], caches[2] + caches[3] + carries[2:], wide[0] + wide[1] + wide_carries):
+        got_all, eager_all = caches[0] + caches[1] + carries[:2], caches[2] + caches[3] + carries[2:]
+        for got, eager, truth in zip(got_all, eager_all, wide[0] + wide[1] + wide_carries):
             report.assert_close(got, eager, truth, f"project_states {model.name} {rows}")
 
     stored = 2 * rows * model.layers * model.kv_heads * model.head_dim * states.element_size()
     return report.Case(
         f"{model.name} rows {rows} carried {carried}" + ("" if dtype == torch.bfloat16 else " f32"),
         ours, {"unfused": unfused, "two GEMMs": lambda: peers.bare_products(states, fc, kv)}, check,
-        count_bytes(states, fc, kv) + stored, 2 * rows * (fc.numel() + kv.numel()), dtype, {"model": model.name, "rows": rows, "carried": carried},
+        count_bytes(states, fc, kv) + stored, 2 * rows * (fc.numel() + kv.numel()), dtype,
+        {"model": model.name, "rows": rows, "carried": carried},
     )  # fmt: skip
 
 

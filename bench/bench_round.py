@@ -37,7 +37,11 @@ def case(model, batch, context, rejected=7, page=16) -> report.Case:
     rows, capacity = model.block, model.block - 1
     width = (context + 2 * rows + page - 1) // page
     shape = (batch * width, page, model.kv_heads, model.head_dim)
-    k_cache, v_cache = ([torch.randn(1, 1, 1, model.head_dim).bfloat16().expand(shape).clone() for _ in range(model.layers)] for _ in range(2))
+
+    def pages():
+        return [torch.randn(1, 1, 1, model.head_dim).bfloat16().expand(shape).clone() for _ in range(model.layers)]
+
+    k_cache, v_cache = pages(), pages()
     carry_k, carry_v = (torch.zeros(model.layers, batch, capacity, *shape[2:], dtype=torch.bfloat16) for _ in range(2))
     table = torch.randperm(batch * width).view(batch, width).int()
     states = torch.randn(batch * rows, model.features).bfloat16()
@@ -62,23 +66,28 @@ def case(model, batch, context, rejected=7, page=16) -> report.Case:
             x = x + F.linear(F.silu(gate) * value, down)
         return F.linear(peers.rms_norm(x).view(batch, rows, -1)[:, 1:], head).argmax(-1)
 
-    def ours(carry_ids=ids):
-        cache_slot, carry_slot, position, _ = plan_round(starts, num_rejected, positions, slots, carry_ids, lens, capacity)
+    def plan(carry_ids=ids):
+        return plan_round(starts, num_rejected, positions, slots, carry_ids, lens, capacity)
+
+    def project(planned):
+        cache_slot, carry_slot, position, _ = planned
         project_states(
             states, fc, kv, None, ones, mark, None, rope, cache_slot, carry_slot, position, k_cache, v_cache, carry_k, carry_v,
             share_kv=model.share_kv, v_norm=model.v_norm,
         )  # fmt: skip
 
-        def attention(index, qkv):
-            q, k, v = qk_norm_rope(
-                qkv, block_positions, rope, ones[0], ones[0], model.q_heads, model.kv_heads, share_kv=model.share_kv, v_norm=model.v_norm
-            )
-            q, k, v = (y.view(batch, rows, *y.shape[1:]) for y in (q, k, v))
-            return block_attention(
-                q, k, v, k_cache[index], v_cache[index], table, seq_lens, carry_k[index], carry_v[index], lens, carry_ids
-            )[0]  # fmt: skip
+    def norm_and_rotate(qkv):
+        q, k, v = qk_norm_rope(
+            qkv, block_positions, rope, ones[0], ones[0], model.q_heads, model.kv_heads, share_kv=model.share_kv, v_norm=model.v_norm
+        )
+        return tuple(y.view(batch, rows, *y.shape[1:]) for y in (q, k, v))
 
-        return through(attention)
+    def attend(index, q, k, v, carry_ids=ids):
+        return block_attention(q, k, v, k_cache[index], v_cache[index], table, seq_lens, carry_k[index], carry_v[index], lens, carry_ids)[0]
+
+    def ours(carry_ids=ids):
+        project(plan(carry_ids))
+        return through(lambda index, qkv: attend(index, *norm_and_rotate(qkv), carry_ids))
 
     def eager():
         plan = peers.plan_round(num_rejected, positions, slots, ids, lens, rows, 0)
@@ -99,13 +108,22 @@ def case(model, batch, context, rejected=7, page=16) -> report.Case:
         if same < 0.9:
             raise AssertionError(f"round: {float(same):.2f} of the tokens agree with the eager round, must be at least 0.9")
 
+    planned, qkv = plan(), F.linear(block, layers[0][0])
+    q, k, v = norm_and_rotate(qkv)
+    phases = {
+        "plan_round": plan,
+        "project_states": lambda: project(planned),
+        "qk_norm_rope, all layers": lambda: [norm_and_rotate(qkv) for _ in layers],
+        "block_attention, all layers": lambda: [attend(index, q, k, v) for index in range(model.layers)],
+        "stock modules: projections, MLP, norms, head": lambda: through(lambda index, qkv: q),
+    }
     once = count_bytes(fc, kv, head, *(w for layer in layers for w in layer))
     keys = 2 * batch * length * model.kv_heads * model.head_dim * 2 * model.layers
     attention = 4 * batch * rows * model.q_heads * model.head_dim * (length + rows) * model.layers
     return report.Case(
         f"{model.name} batch {batch} context {context} rejected {int(num_rejected[0])}",
         ours, {"off": lambda: ours(none), "eager": eager}, check, once + keys, batch * rows * once + attention,
-        axes={"model": model.name, "batch": batch, "context": context},
+        axes={"model": model.name, "batch": batch, "context": context}, phases=phases,
     )  # fmt: skip
 
 

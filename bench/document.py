@@ -15,7 +15,7 @@ measured bandwidth and flops over the rate of `torch.matmul` (1024 x 2048 x 2048
 
 WHAT = {
     "block_attention": "Peers: gather pages, cat, `scaled_dot_product_attention` (eager), and torch.compile of it where shown.",
-    "project_states": "Peers: the unfused launches of engines today, and the two bare GEMMs by `torch.nn.functional.linear`, which write no cache.",
+    "project_states": "Peers: the unfused launches of engines today, and the two bare GEMMs (`F.linear`), which write no cache.",
     "qk_norm_rope": "Peer: RMSNorm and rotation from stock tensor operations.",
     "markov_sample": "Peer: the stock loop, one linear, add and argmax a step.",
     "verify_draft": "Peer: argmax and a cumulative product over a batch of equal lengths.",
@@ -48,6 +48,12 @@ def table(rows: list[dict]) -> list[str]:
     return lines
 
 
+def phases(row: dict) -> list[str]:
+    total = sum(row["phases_us"].values())
+    lines = ["| phase | time | share |", "|---|---|---|"]
+    return lines + [f"| {name} | {duration(us)} | {100 * us / total:.0f} % |" for name, us in row["phases_us"].items()]
+
+
 def fit(rows: list[dict], op: str, axis: str, **fixed) -> str | None:
     """Least squares of time = a + b * axis over the rows that differ in that axis alone, as one sentence."""
     chosen = [r for r in rows if r["op"] == op and r["dtype"] == "bfloat16" and all(r["axes"].get(k) == v for k, v in fixed.items())]
@@ -59,7 +65,8 @@ def fit(rows: list[dict], op: str, axis: str, **fixed) -> str | None:
     a, b = torch.linalg.lstsq(design / y[:, None], torch.ones_like(y)[:, None]).solution[:, 0].tolist()  # relative errors
     off = float(((design @ torch.tensor([a, b], dtype=torch.float64)) / y - 1).abs().max())
     where = ", ".join(f"{k} {v}" for k, v in fixed.items())
-    return f"- `{op}` ({where}): {duration(a)} + {b * 1000:.1f} ns x {axis}; the largest deviation is {100 * off:.0f} % over {len(chosen)} points."
+    law = f"{duration(a)} + {b * 1000:.1f} ns x {axis}"
+    return f"- `{op}` ({where}): {law}; the largest deviation is {100 * off:.0f} % over {len(chosen)} points."
 
 
 def write(results: pathlib.Path, path: pathlib.Path) -> None:
@@ -72,8 +79,8 @@ def write(results: pathlib.Path, path: pathlib.Path) -> None:
         rows, machine = data["rows"], data["machine"]
         rates = [row["rates"] for row in rows if row["dtype"] == "bfloat16"]
         parts.append(
-            f"## {kind.capitalize()} run of {data['when']}\n\n{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, kernels "
-            f"`{machine['isa']}`, {CLOCKS[machine['clock']]}, torch {machine['torch']}, Python {machine['python']}. "
+            f"## {kind.capitalize()} run of {data['when']}\n\n{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
+            f"kernels `{machine['isa']}`, {CLOCKS[machine['clock']]}, torch {machine['torch']}, Python {machine['python']}. "
             f"Best rates: {max(r['gemm_gflops'] for r in rates):.0f} GFLOP/s bf16, read {max(r['read_gbs'] for r in rates):.1f} GB/s, copy "
             f"{max(r['copy_gbs'] for r in rates):.1f} GB/s; worst: {min(r['gemm_gflops'] for r in rates):.0f} GFLOP/s, "
             f"{min(r['read_gbs'] for r in rates):.1f} GB/s. Load average {min(r['load'] for r in rows):.1f} to "
@@ -82,6 +89,9 @@ def write(results: pathlib.Path, path: pathlib.Path) -> None:
         for op in dict.fromkeys(row["op"] for row in rows):
             own = [row for row in rows if row["op"] == op]
             parts.append("\n".join([f"### {op}", "", WHAT[op], "", *table(own), ""]))
+            for row in own:
+                if row.get("phases_us"):
+                    parts.append("\n".join([f"Where the time of {row['case']} goes, each phase timed alone:", "", *phases(row), ""]))
         fits = [
             fit(rows, "block_attention", "context", model="qwen3-4b", batch=1, page=16, carry=7),
             fit(rows, "project_states", "rows", model="qwen3-4b", carried=7),

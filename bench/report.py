@@ -40,6 +40,7 @@ class Case:
     flops: int = 0
     dtype: torch.dtype = torch.bfloat16
     axes: dict = field(default_factory=dict)  # model, batch, context, page, rows: for fits over one of them
+    phases: dict[str, Callable] = field(default_factory=dict)  # what ours is made of, timed one by one
 
 
 def run(op: str, case: Case, budget: float) -> dict:
@@ -49,10 +50,12 @@ def run(op: str, case: Case, budget: float) -> dict:
     case.check()
     times = timing.interleaved({"ours": case.ours} | case.peers, budget)
     ours = times["ours"]["median"]
+    phases = timing.interleaved(case.phases, budget) if case.phases else {}
     return {
         "op": op, "case": case.name, "dtype": str(case.dtype).removeprefix("torch."), "axes": case.axes, "times_us": times,
         "floor_us": floor, "floor_by": by, "share_of_floor": floor / ours, "bytes": case.num_bytes, "flops": case.flops,
         "gflops": case.flops / ours / 1e3, "gbs": case.num_bytes / ours / 1e3, "rates": rate, "load": timing.load(),
+        "phases_us": {name: phases[name]["median"] for name in phases},
         "speedup": {name: times[name]["median"] / ours for name in case.peers},
     }  # fmt: skip
 
@@ -66,11 +69,12 @@ def pytest_case(benchmark, op: str, cases, number: int) -> None:
 
 
 def assert_close(ours, eager, truth, what: str) -> None:
-    """At most twice as far from ``truth`` (float64, or float32 for bf16) as plain PyTorch in the same dtype is, plus one rounding of the largest value."""
+    """At most twice as far from ``truth`` (a wider dtype) as plain PyTorch in the same dtype is, plus one rounding of the largest value."""
     own, other = (ours.double() - truth).abs().max(), (eager.double() - truth).abs().max()
     allowed = 2 * other + truth.abs().max() * torch.finfo(ours.dtype).eps
     if not own <= allowed:
-        raise AssertionError(f"{what}: error {float(own):.3g}, allowed {float(allowed):.3g}: no time is taken of a wrong result")
+        told = f"error {float(own):.3g}, allowed {float(allowed):.3g}"
+        raise AssertionError(f"{what}: {told}: no time is taken of a wrong result")
 
 
 def machine() -> dict:
@@ -112,7 +116,7 @@ def main(argv=None) -> None:
     parser.add_argument("--quick", action="store_true", help="a few shapes, about two minutes")
     parser.add_argument("--only", nargs="+", choices=BENCHES, help="these ops; the others' rows stay as they were")
     parser.add_argument("--docs", action="store_true", help="only write docs/performance.md from the JSON")
-    parser.add_argument("--cpu-time", action="store_true", help="one thread, timed by the CPU time it got: for a machine shared with others")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, timed by the CPU time it got: for a shared machine")
     args = parser.parse_args(argv)
     if args.cpu_time:
         torch.set_num_threads(1)
