@@ -149,6 +149,7 @@ def test_sharded_checkpoint_reads_the_same(tmp_path):
 # Refusals
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "original_max_position_embeddings": 64}
 BAD_KEYS = {
     "no_architecture": (FOLDERS[0], dict(architectures=["LlamaForCausalLM"]), "architectures"),
     "no_block_size": ("zlab_dflash_qwen3", dict(block_size=None), "block_size"),
@@ -173,6 +174,24 @@ BAD_KEYS = {
     "activation": (DSPARK[0], dict(hidden_act="gelu"), "hidden_act"),
     "moe": ("deepspec_dspark_gemma4", dict(enable_moe_block=True), "enable_moe_block"),
     "mark_site": (DSPARK[0], dict(carryover_config={"mark_site": "end"}), "mark_site"),
+    "layer_types_no_list": (DSPARK[0], dict(layer_types=5), "layer_types"),
+    "window_true": (DSPARK[0], dict(layer_types=["sliding_attention"] * 2, sliding_window=True), "sliding_window"),
+    "target_layers_text": (DSPARK[0], dict(num_target_layers="many"), "num_target_layers"),
+    "causal_text": ("zlab_dflash_qwen3", dict(is_causal="false"), "is_causal"),
+    "causal_number": ("zlab_dflash_qwen3", dict(dflash_config={"causal": 0}), "causal"),
+    "eps_nan": (DSPARK[0], dict(rms_norm_eps=float("nan")), "rms_norm_eps"),
+    "eps_negative": (DSPARK[0], dict(rms_norm_eps=-1e-6), "rms_norm_eps"),
+    "softcap_negative": ("deepspec_dspark_gemma4", dict(attn_logit_softcapping=-5.0), "attn_logit_softcapping"),
+    "heads_do_not_divide": (DSPARK[0], dict(num_key_value_heads=3), "num_key_value_heads"),
+    "head_dim_1": (DSPARK[0], dict(head_dim=1), "head_dim"),
+    "head_dim_7": (DSPARK[0], dict(head_dim=7), "head_dim"),
+    "rope_type_list": (DSPARK[0], dict(rope_parameters={"rope_type": [], "rope_theta": 1e4}), "rope_type"),
+    "rope_theta_0": (DSPARK[0], dict(rope_parameters={"rope_theta": 0.0}), "rope_theta"),
+    "rope_theta_infinite": (DSPARK[0], dict(rope_parameters={"rope_theta": float("inf")}), "rope_theta"),
+    "rope_rotates_nothing": (DSPARK[0], dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.01}), "partial_rotary_factor"),
+    "linear_factor_0": (DSPARK[0], dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0}), "factor"),
+    "yarn_beta_text": (DSPARK[0], dict(rope_parameters=YARN | {"beta_fast": "x"}), "beta_fast"),
+    "yarn_truncate_text": (DSPARK[0], dict(rope_parameters=YARN | {"truncate": "x"}), "truncate"),
 }
 
 
@@ -190,6 +209,7 @@ def test_bad_speculators_config_is_refused_by_key():
         (dict(transformer_layer_config=None), "transformer_layer_config"),
         (dict(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids"),
         (dict(draft_vocab_size=None), "draft_vocab_size"),
+        (dict(draft_vocab_size=102), "draft_vocab_size"),
         (dict(mask_token_id=None), "mask_token_id"),
     ):
         assert key in refused(source | change)
@@ -217,6 +237,71 @@ def test_bad_tensors_are_refused_by_name():
         CarryoverDrafter(read_config(source_of(DSPARK[0])[0]), tensors, mark_site="x")
     with pytest.raises(TypeError, match="dtype is torch.int8"):
         CarryoverDrafter(read_config(source_of(DSPARK[0])[0]), tensors, dtype=torch.int8)
+
+
+def test_draft_ids_that_are_no_target_ids_are_refused():
+    """Each of these once loaded, and drafted other tokens than the drafter meant, or failed in the middle of a round."""
+    source, tensors = as_speculators(DSPARK[0])
+    source["draft_vocab_size"] = 50
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        tensors[name] = tensors[name][:50]
+    ids = torch.zeros(50, dtype=torch.int64)
+    for d2t, words in (
+        (ids + 52, ("d2t", "49 to target id 101", "0 to 100")),
+        (ids - 1, ("d2t", "0 to target id -1")),
+        (-torch.arange(50), ("d2t", "two draft ids")),
+        (ids.bfloat16(), ("d2t", "bfloat16", "int64")),
+        (ids.bool(), ("d2t", "bool", "int64")),
+    ):
+        sentence = refused(source, tensors | {"d2t": d2t})
+        assert all(word in sentence for word in words), sentence
+    assert CarryoverDrafter(read_config(source), tensors | {"d2t": ids.int() + 51}).draft_to_target[0] == 51
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": "../b"}}'])
+def test_damaged_index_is_refused(text, tmp_path):
+    source, tensors = source_of(DSPARK[0])
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="model.safetensors.index.json is damaged, must"):
+        CarryoverDrafter.from_pretrained(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    source, tensors = source_of(DSPARK[0])
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({"norm.weight": tensors["norm.weight"]}, tmp_path / "b.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    shards = {"norm.weight": "a.safetensors", "fc.weight": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(CheckpointError, match="tensor norm.weight is in two files"):
+        CarryoverDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"PK\x03\x04" + bytes(30), {"a": 1}, torch.zeros(64, dtype=torch.int64)])
+def test_damaged_mask_embedding_is_refused(content, tmp_path):
+    source, tensors = source_of(DSPARK[0])
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    if isinstance(content, bytes):
+        (tmp_path / "mask_embedding.pt").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "mask_embedding.pt")
+    with pytest.raises(CheckpointError, match="^mask_embedding.pt .*, must"):
+        CarryoverDrafter.from_pretrained(tmp_path)
+
+
+def test_saving_through_a_link_and_into_the_current_folder(tmp_path, monkeypatch):
+    drafter = load(DSPARK[0])
+    drafter.save_pretrained(tmp_path / "real")
+    (tmp_path / "link").symlink_to("real")
+    drafter.save_pretrained(tmp_path / "link")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"] and (tmp_path / "link").is_symlink()
+    monkeypatch.chdir(tmp_path / "real")
+    with pytest.raises(FileExistsError, match="the current folder, must be another"):
+        drafter.save_pretrained(".")
+    assert sorted(path.name for path in (tmp_path / "real").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_unreadable_folders_are_refused(tmp_path):

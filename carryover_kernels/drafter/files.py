@@ -20,7 +20,7 @@ def read_checkpoint(path) -> tuple[dict, dict[str, torch.Tensor], torch.Tensor |
 
     Raises:
         FileNotFoundError: there is no folder, config or safetensors file.
-        CheckpointError: config.json is not JSON, or a shard is missing or unreadable.
+        CheckpointError: config.json or the index of shards is no such JSON, or a shard or the mask embedding is unreadable.
     """
     folder = pathlib.Path(path)
     if not folder.is_dir():
@@ -28,21 +28,30 @@ def read_checkpoint(path) -> tuple[dict, dict[str, torch.Tensor], torch.Tensor |
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"from_pretrained: {folder} has no config.json, must have one")
     try:
-        source = json.loads((folder / "config.json").read_text())
+        source = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"config.json is not JSON ({error}), must be") from None
-    tensors = {}
+    tensors, twice = {}, None
     for name in _weight_files(folder):
         try:
             with safe_open(folder / name, "pt") as file:
-                tensors.update({key: file.get_tensor(key) for key in file.keys()})
+                for key in file.keys():
+                    twice = twice or (key if key in tensors else None)
+                    tensors[key] = file.get_tensor(key)
         except Exception as error:  # safetensors raises its own, unexported kind for a damaged file
             raise CheckpointError(f"checkpoint: {name} can't be read ({error}), must be a whole safetensors file") from None
+    if twice is not None:
+        raise CheckpointError(f"checkpoint: tensor {twice} is in two files, must be in one")
     mask_embedding = None
     if (folder / MASK_EMBEDDING).is_file():
-        mask_embedding = torch.load(folder / MASK_EMBEDDING, weights_only=True)
-        if not isinstance(mask_embedding, torch.Tensor):
-            raise CheckpointError(f"{MASK_EMBEDDING} holds {type(mask_embedding).__name__}, must hold a tensor")
+        try:
+            mask_embedding = torch.load(folder / MASK_EMBEDDING, weights_only=True)
+        except Exception as error:  # the unpickler raises whatever it stumbles over
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CheckpointError(f"{MASK_EMBEDDING} can't be read ({reason}), must be a tensor that torch.save wrote") from None
+        if not isinstance(mask_embedding, torch.Tensor) or not mask_embedding.is_floating_point():
+            kind = getattr(mask_embedding, "dtype", type(mask_embedding).__name__)
+            raise CheckpointError(f"{MASK_EMBEDDING} holds {kind}, must hold a tensor of floats")
     return source, tensors, mask_embedding
 
 
@@ -67,7 +76,9 @@ def write_checkpoint(path, source: dict, tensors: dict[str, torch.Tensor], mask_
     Raises:
         FileExistsError: ``path`` is a file, or a folder that holds something other than a checkpoint; nothing was written.
     """
-    folder = pathlib.Path(path)
+    folder = pathlib.Path(path).resolve()  # a link keeps pointing at the checkpoint: what it points to is replaced
+    if folder.is_dir() and folder.samefile("."):
+        raise FileExistsError(f"save_pretrained: path is {folder}, the current folder, must be another: a folder is replaced whole")
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"save_pretrained: path is the file {folder}, must be a folder or new")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
@@ -108,4 +119,12 @@ def _swap(fresh: pathlib.Path, folder: pathlib.Path) -> None:
 
 def _shards(folder: pathlib.Path) -> set[str]:
     index = folder / "model.safetensors.index.json"
-    return set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+    if not index.is_file():
+        return set()
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, TypeError, KeyError, AttributeError):
+        shards = {None}
+    if not all(isinstance(name, str) and pathlib.Path(name).name == name for name in shards):
+        raise CheckpointError(f"checkpoint: {index.name} is damaged, must hold weight_map: the file of each tensor, in the same folder")
+    return shards

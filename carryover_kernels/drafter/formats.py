@@ -4,9 +4,12 @@ What a key means differs by format and a misread key costs acceptance without an
 the maths and isn't honoured here, a tensor that isn't expected, or a missing one raises ``CheckpointError`` naming it.
 """
 
+import math
+
 import torch
 
 from .config import CheckpointError, DrafterConfig, Geometry, Layer, Rope
+from .weights import rotary_columns
 
 MARK = "carryover_mark"  # the one tensor that is ours
 MARK_CONFIG = "carryover_config"  # and the one config key: {"mark_site": "pre_norm" | "post_norm"}
@@ -58,10 +61,12 @@ class Keys:
             raise CheckpointError(f"{self.where}: {key} is {value!r}, must be an integer of at least {least}")
         return value
 
-    def number(self, key, default: float | None = None) -> float:
+    def number(self, key, default: float | None = None, least: float | None = None, above: float | None = None) -> float:
         value = self.need(key) if default is None else self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{self.where}: {key} is {value!r}, must be a number")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or (least is not None and value < least) or (above is not None and value <= above):
+            bound = f" of at least {least}" if least is not None else f" above {above}" if above is not None else ""
+            raise CheckpointError(f"{self.where}: {key} is {value!r}, must be a number{bound}")
         return float(value)
 
     def flag(self, key, default: bool = False) -> bool:
@@ -69,6 +74,9 @@ class Keys:
         if not isinstance(value, bool):
             raise CheckpointError(f"{self.where}: {key} is {value!r}, must be true or false")
         return value
+
+    def optional_flag(self, key) -> bool | None:
+        return None if self.get(key) is None else self.flag(key)
 
     def refuse(self, key, *allowed):
         """Raise unless ``key`` is absent or one of ``allowed``."""
@@ -123,7 +131,8 @@ def _zlab(keys: Keys) -> DrafterConfig:
         keys.refuse("sliding_window", window)
     else:
         window, all_slide = keys.get("sliding_window"), False
-    causal = keys.get("is_causal", dflash.get("causal"))
+    causal = keys.optional_flag("is_causal")
+    causal = dflash.optional_flag("causal") if causal is None else causal
     return DrafterConfig(
         format="zlab",
         taps=taps,
@@ -131,7 +140,7 @@ def _zlab(keys: Keys) -> DrafterConfig:
         mask_token_id=_either(keys, dflash, "mask_token_id").integer("mask_token_id", 0),
         layout="next" if dflash.flag("sample_from_anchor") else "own",
         neox=_neox(keys),
-        logit_softcap=keys.number("final_logit_softcapping", 0.0),
+        logit_softcap=keys.number("final_logit_softcapping", 0.0, least=0),
         **_qwen3(keys, window, causal, all_slide, dflash.flag("attention_sink_bias"), keys.flag("add_swa_attention_sink_bias")),
         **_heads(dflash, default_rank=0),
         **_mark_site(keys),
@@ -142,7 +151,7 @@ def _zlab(keys: Keys) -> DrafterConfig:
 def _deepspec(keys: Keys, family: str) -> DrafterConfig:
     common = dict(
         format="deepspec",
-        taps=_taps(keys, "target_layer_ids", keys.get("num_target_layers")),
+        taps=_taps(keys, "target_layer_ids", _num_target_layers(keys)),
         block_size=keys.integer("block_size"),
         mask_token_id=keys.integer("mask_token_id", 0),
         layout="next",
@@ -166,6 +175,9 @@ def _speculators(keys: Keys) -> DrafterConfig:
     causal_windows = not keys.flag("sliding_window_non_causal")
     fields = _qwen3(nested, nested.get("sliding_window"), None, sliding_causal=causal_windows)
     fields["draft_vocab_size"] = keys.integer("draft_vocab_size")
+    if fields["draft_vocab_size"] > fields["vocab_size"]:
+        size = fields["draft_vocab_size"]
+        raise CheckpointError(f"config.json: draft_vocab_size is {size}, must be at most vocab_size, {fields['vocab_size']}")
     return DrafterConfig(
         format="speculators",
         taps=taps,
@@ -186,7 +198,8 @@ def _qwen3(
     keys.refuse("hidden_act", "silu")
     keys.refuse("attn_logit_softcapping")
     num_layers, num_heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
-    geometry = Geometry(
+    geometry = _geometry(
+        keys,
         num_kv_heads=keys.integer("num_key_value_heads"),
         head_dim=keys.integer("head_dim", default=keys.integer("hidden_size") // num_heads),
         rope=read_rope(keys, "full_attention"),
@@ -194,7 +207,7 @@ def _qwen3(
     layers = []
     for kind in _layer_types(keys, num_layers):
         slides = all_slide or kind == "sliding_attention"
-        is_causal = (slides and sliding_causal) if causal is None else bool(causal)
+        is_causal = (slides and sliding_causal) if causal is None else causal
         layers.append(Layer(geometry, is_causal, *_window(keys, window, slides), sinks or (slides and sliding_sinks)))
     return dict(
         family="qwen3",
@@ -204,10 +217,24 @@ def _qwen3(
         layers=tuple(layers),
         vocab_size=keys.integer("vocab_size"),
         draft_vocab_size=keys.integer("vocab_size"),
-        rms_norm_eps=keys.number("rms_norm_eps"),
+        rms_norm_eps=keys.number("rms_norm_eps", least=0),
         max_positions=keys.integer("max_position_embeddings"),
         attention_bias=keys.flag("attention_bias"),
     )
+
+
+def _geometry(keys: Keys, **fields) -> Geometry:
+    """The ``Geometry`` of ``fields``, whose heads divide and whose rope fits a head."""
+    geometry, heads = Geometry(**fields), keys.integer("num_attention_heads")
+    if heads % geometry.num_kv_heads:
+        raise CheckpointError(f"{keys.where}: num_key_value_heads is {geometry.num_kv_heads}, must divide num_attention_heads, {heads}")
+    columns = rotary_columns(geometry.rope, geometry.head_dim)
+    if not 2 <= columns <= geometry.head_dim:
+        raise CheckpointError(
+            f"{keys.where}: head_dim is {geometry.head_dim} with partial_rotary_factor {geometry.rope.partial}, "
+            f"which rotates {columns} of its elements, must rotate 2 to {geometry.head_dim}"
+        )
+    return geometry
 
 
 def _gemma4(keys: Keys) -> dict:
@@ -228,7 +255,8 @@ def _gemma4(keys: Keys) -> dict:
         else:
             kv_heads = keys.get("num_global_key_value_heads") if shares else None
             kv_heads, head_dim = kv_heads or keys.integer("num_key_value_heads"), keys.get("global_head_dim") or keys.integer("head_dim")
-        geometry = Geometry(
+        geometry = _geometry(
+            keys,
             num_kv_heads=own.integer("num_key_value_heads", default=kv_heads),
             head_dim=own.integer("head_dim", default=head_dim),
             rope=read_rope(keys, kind),
@@ -244,13 +272,13 @@ def _gemma4(keys: Keys) -> dict:
         layers=tuple(layers),
         vocab_size=keys.integer("vocab_size"),
         draft_vocab_size=keys.integer("vocab_size"),
-        rms_norm_eps=keys.number("rms_norm_eps"),
+        rms_norm_eps=keys.number("rms_norm_eps", least=0),
         max_positions=keys.integer("max_position_embeddings"),
         attention_bias=keys.flag("attention_bias"),
         scale=1.0,
-        softcap=keys.number("attn_logit_softcapping", 0.0),
+        softcap=keys.number("attn_logit_softcapping", 0.0, least=0),
         embed_scale=float(keys.integer("hidden_size")) ** 0.5,
-        logit_softcap=keys.number("final_logit_softcapping", 0.0),
+        logit_softcap=keys.number("final_logit_softcapping", 0.0, least=0),
     )
 
 
@@ -282,8 +310,8 @@ def _taps(keys: Keys, key: str, num_target_layers) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _num_target_layers(keys: Keys, dflash: Keys):
-    return keys.get("num_target_layers", dflash.get("num_target_layers"))
+def _num_target_layers(*places: Keys) -> int | None:
+    return next((keys.integer("num_target_layers") for keys in places if keys.get("num_target_layers") is not None), None)
 
 
 def _either(keys: Keys, dflash: Keys, key: str) -> Keys:
@@ -308,7 +336,8 @@ def _mark_site(keys: Keys) -> dict:
 
 def _layer_types(keys: Keys, num_layers: int) -> list[str]:
     kinds = keys.get("layer_types", ["full_attention"] * num_layers)
-    if len(kinds) != num_layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+    valid = isinstance(kinds, list) and len(kinds) == num_layers
+    if not valid or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise CheckpointError(f"{keys.where}: layer_types is {kinds}, must be {num_layers} of 'full_attention' or 'sliding_attention'")
     return kinds
 
@@ -317,7 +346,7 @@ def _window(keys: Keys, window, slides: bool) -> tuple[int, int]:
     """(left, right) of a layer: a config's W counts the token itself."""
     if not slides:
         return -1, -1
-    if not isinstance(window, int) or window < 1:
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise CheckpointError(f"{keys.where}: sliding_window is {window!r}, must be a positive integer with sliding_attention layers")
     return window - 1, window - 1
 
@@ -331,21 +360,26 @@ def read_rope(keys: Keys, layer_type: str) -> Rope:
     theta = values if values.get("rope_theta") is not None else keys
     kind = values.get("rope_type", values.get("type", "default"))
     kind = "default" if kind == "mrope" else kind
-    if kind not in ROPE_REQUIRED:
+    if not isinstance(kind, str) or kind not in ROPE_REQUIRED:
         raise CheckpointError(f"{values.where}: rope_type is {kind!r}, must be one of {', '.join(ROPE_REQUIRED)}")
     for key in sorted(ROPE_REQUIRED[kind]):
-        values.number(key)
+        values.number(key, above=0)
     read = ROPE_REQUIRED[kind] | ROPE_OPTIONAL.get(kind, set())
     parameters = []
     for key in sorted(key for key in values.values if values.get(key) is not None):
         if key in read:
+            if key == "truncate":
+                values.flag(key)
+            else:
+                values.number(key, **(dict(above=0) if key.startswith("beta") else dict(least=0)))
             parameters.append((key, values.get(key)))
         elif key not in ROPE_COMMON:
             raise CheckpointError(f"{values.where}: {key} is {values.get(key)!r}, must be absent with rope_type {kind!r}")
     partial = values.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
     if not 0 < partial <= 1:
         raise CheckpointError(f"{values.where}: partial_rotary_factor is {partial}, must be above 0 and at most 1")
-    return Rope(kind, theta.number("rope_theta"), partial, tuple(parameters))
+    # At 1 no pair would turn slower than another, and YaRN divides by the logarithm.
+    return Rope(kind, theta.number("rope_theta", above=1), partial, tuple(parameters))
 
 
 # Tensors
@@ -414,10 +448,24 @@ def check_tensors(config: DrafterConfig, tensors: dict[str, torch.Tensor]) -> No
             raise CheckpointError(f"checkpoint: tensor {name} is unknown, must be one that this kind of drafter has")
         if len(known[name]) != tensor.dim() or any(w not in (-1, s) for w, s in zip(known[name], tensor.shape)):
             raise CheckpointError(f"checkpoint: tensor {name} has shape {list(tensor.shape)}, must be {list(known[name])}")
-        if name not in ("d2t", "t2d") and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if name in ("d2t", "t2d"):
+            if tensor.is_floating_point() or tensor.is_complex() or (name == "d2t" and tensor.dtype == torch.bool):
+                wanted = "int64" if name == "d2t" else "bool or int64"
+                raise CheckpointError(f"checkpoint: tensor {name} has dtype {tensor.dtype}, must be {wanted}")
+        elif tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(
                 f"checkpoint: tensor {name} has dtype {tensor.dtype}, must be float32, bfloat16 or float16, not quantised"
             )
+    if "d2t" in expected:
+        ids = tensors["d2t"].to(torch.int64) + torch.arange(config.draft_vocab_size, device=tensors["d2t"].device)
+        outside = ((ids < 0) | (ids >= config.vocab_size)).nonzero()
+        if outside.numel():
+            row = int(outside[0])
+            raise CheckpointError(
+                f"checkpoint: tensor d2t takes draft id {row} to target id {int(ids[row])}, must be 0 to {config.vocab_size - 1}"
+            )
+        if len(ids.unique()) < len(ids):  # probabilities over target ids would lose all but one of them
+            raise CheckpointError("checkpoint: tensor d2t takes two draft ids to one target id, must take each to its own")
     columns = tensors["fc.weight"].shape[1]
     if columns == 0 or columns % len(config.taps):
         raise CheckpointError(

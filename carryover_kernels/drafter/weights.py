@@ -99,6 +99,11 @@ def rope_table(rope: Rope, head_dim: int, max_positions: int) -> torch.Tensor:
     return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=1)
 
 
+def rotary_columns(rope: Rope, head_dim: int) -> int:
+    """Columns of the RoPE table: the elements of a head that it rotates."""
+    return head_dim // 2 * 2 if rope.kind == "proportional" else -(-int(head_dim * rope.partial) // 2) * 2
+
+
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:
     """Radians a position of each rotating pair, [rotary_dim / 2] f32, and what cos and sin are multiplied by."""
     given = dict(rope.parameters)
