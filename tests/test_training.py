@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 import zlib
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from carryover_kernels.training import carry, corpus, data, losses, masks, record, rollout, train
+from carryover_kernels.training import cache, carry, corpus, data, losses, masks, parallel, record, rollout, train
 from carryover_kernels.training.loop import Loop, TrainingStopped, make_optimizers, step_seed
 from carryover_kernels.training.model import DraftConfig, DraftModel
 
@@ -166,11 +167,33 @@ def test_losses_by_hand(rng):
     hidden, head = torch.randn(11, 4, generator=rng, requires_grad=True), torch.randn(5, 4, generator=rng)
     y, w = torch.randint(0, 5, (11,), generator=rng), torch.rand(11, generator=rng)
     whole = losses.cross_entropy(hidden @ head.T, y, w)
-    chunked, right = losses.chunked_cross_entropy(hidden, head, y, w, chunk=3)
-    assert torch.allclose(whole, chunked, **close)
-    assert torch.equal(right, (hidden @ head.T).argmax(-1) == y)
-    a, b = (torch.autograd.grad(x, hidden)[0] for x in (whole, chunked))
-    assert torch.allclose(a, b, **close)
+    for chunk in (3, 100):  # with and without logits made again in the backward pass
+        summed, tokens = losses.chunked(hidden, head, y, w, chunk=chunk)
+        chunked = summed / w.sum()
+        assert torch.allclose(whole, chunked, **close)
+        assert torch.equal(tokens, (hidden @ head.T).argmax(-1))
+        a, b = (torch.autograd.grad(x, hidden, retain_graph=True)[0] for x in (whole, chunked))
+        assert torch.allclose(a, b, **close)
+
+
+def test_chunked_losses_are_the_sum_of_their_parts(rng):
+    """DSpark's three losses with a Markov bias, in chunks, against the plain functions; gradients too."""
+    hidden, head = torch.randn(11, 4, generator=rng, requires_grad=True), torch.randn(5, 4, generator=rng)
+    factors, w2 = torch.randn(11, 2, generator=rng), torch.randn(5, 2, generator=rng)
+    seen, guesses = torch.randn(11, 4, generator=rng), torch.randn(11, generator=rng, requires_grad=True)
+    y, w = torch.randint(0, 5, (11,), generator=rng), torch.rand(11, generator=rng)
+    logits, of_target = hidden @ head.T + factors @ w2.T, seen @ head.T
+    whole = 0.1 * losses.cross_entropy(logits, y, w) + 1.8 * losses.total_variation(logits, of_target, w)
+    whole = whole + losses.confidence(guesses, logits, of_target, w)
+    summed, _ = losses.chunked(
+        hidden, head, y, w, bias=(factors, w2), target=(seen, head), confidence_logits=guesses,
+        parts=losses.Parts(0.1, 1.8, 1.0), chunk=4,
+    )
+    close = dict(rtol=1e-5, atol=1e-6)  # float32 sums of a dozen terms
+    assert torch.allclose(summed / w.sum(), whole, **close)
+    for x in (hidden, guesses):
+        a, b = (torch.autograd.grad(y, x, retain_graph=True)[0] for y in (whole, summed / w.sum()))
+        assert torch.allclose(a, b, **close)
 
 
 def test_confidence_learns_the_acceptance_chance():
@@ -262,11 +285,11 @@ def tiny_target():
     return Qwen3ForCausalLM(config).eval().requires_grad_(False)
 
 
-def tiny_drafter(target, mark="pre_norm", shift=0, markov="", seed=0):
+def tiny_drafter(target, mark="pre_norm", shift=0, markov="", seed=0, confidence=False):
     config = DraftConfig(
         vocab=23, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=24, taps=(0, 2), block=4,
         mask_token=22, target_hidden=16, target_layers=4, theta=1e4, mark=mark, shift=shift,
-        markov_rank=4 if markov else 0, markov_type=markov or "vanilla",
+        markov_rank=4 if markov else 0, markov_type=markov or "vanilla", confidence=confidence,
     )
     embed = target.model.embed_tokens.weight.detach()
     model = DraftModel(config, embed, target.lm_head.weight.detach()).initialise(seed, std=0.3)
@@ -404,6 +427,116 @@ def test_empty_carry_is_the_baseline_bit_for_bit(tiny_target, rng):
     assert (mixed - plain)[some].abs().max() > ROUNDING
 
 
+@pytest.mark.parametrize("attention", ["dense", "flex"])
+def test_attention_forms_agree(tiny_target, rng, attention):
+    """Context and own rows apart (the CPU's way) against SDPA with the whole mask and against flex_attention (the GPU's way,
+    here in its plain form): one description of who sees what, three readers. Forward, and gradients where there are any."""
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, anchors, keep = records_like(drafter, tiny_target, rng)
+    branches = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, anchors, keep)
+    for left in (None, branches.carry()):
+        with torch.set_grad_enabled(attention == "dense"):
+            rows = [
+                rollout.draft_rows(drafter, branches.features, lengths, ids, branches.anchors, left, attention=form)
+                for form in ("apart", attention)
+            ]
+        assert (rows[0] - rows[1])[branches.keep].abs().max() < ROUNDING
+        if attention == "dense":
+            grads = [torch.autograd.grad(r[branches.keep].square().sum(), drafter.fc.weight)[0] for r in rows]
+            assert (grads[0] - grads[1]).abs().max() < ROUNDING * max(1.0, grads[0].abs().max())
+
+
+def test_cached_branches_are_those_of_the_step(tiny_target, rng, tmp_path):
+    """Built in two shares and read back: anchors, drafts and the target's own tokens exactly, states as bf16 holds them."""
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, _, _ = records_like(drafter, tiny_target, rng)
+    records = [data.Record("", ids[n, : lengths[n]].tolist(), 3, 0.0) for n in range(2)]
+    ids = data.pad_records(records)[0]
+    most = cache.largest_bytes(records, 20, 3, 32)
+    with pytest.raises(ValueError, match="may take .* must be at most the limit"):
+        cache.build(tmp_path, drafter, tiny_target, records, anchors=20, seed=1, limit=most - 1)
+    with pytest.raises(ValueError, match="is missing, must be there"):
+        cache.Store(tmp_path, records)
+    for k in (0, 1):
+        cache.build(tmp_path, drafter, tiny_target, records, anchors=20, seed=1, limit=most, share=(k, 2))
+    assert sum(f.stat().st_size for f in tmp_path.iterdir()) < most + 20_000  # the format's own headers
+    store = cache.Store(tmp_path, records)
+    got_ids, got_lengths, got = store.batch([0, 1], 20, rng)  # more anchors than there are: all of them
+    assert torch.equal(got_ids, ids) and torch.equal(got_lengths, lengths)
+    first = torch.where(got.keep, got.anchors - got.accepted - 1, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, first, got.keep, logits=True)
+    assert got.rejected.any() and not got.keep.all()
+    kept = got.keep
+    for key in ("anchors", "accepted", "drafts", "predicted", "positions", "rejected"):
+        assert torch.equal(getattr(got, key)[kept], getattr(again, key)[kept]), key
+    assert torch.equal(got.states[got.rejected], again.states[got.rejected].to(torch.bfloat16))
+    assert torch.equal(got.features[0], again.features[0].to(torch.bfloat16))
+    plain = store.batch([0, 1], 20, rng, first=True)[2]
+    assert torch.equal(plain.anchors[kept], first[kept]) and not plain.rejected.any()
+    few = store.batch([0, 1], 2, rng, carrying=1.0)[2]  # branches with something to carry come first
+    assert few.rejected.any(-1).all()
+    with pytest.raises(ValueError, match="was made from other records"):
+        cache.Store(tmp_path, records[::-1])
+
+
+def test_stored_step_is_the_step(tiny_target, rng, tmp_path):
+    """Same loss and gradients as second_sums over branches drafted on the spot, up to bf16 states."""
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, _, _ = records_like(drafter, tiny_target, rng)
+    records = [data.Record("", ids[n, : lengths[n]].tolist(), 3, 0.0) for n in range(2)]
+    ids = data.pad_records(records)[0]
+    cache.build(tmp_path, drafter, tiny_target, records, anchors=20, seed=1, limit=1e9)
+    store = cache.Store(tmp_path, records)
+    settings = carry.CarrySettings(autocast=False)
+    loss, metrics = carry.stored_step(parallel.wrap(drafter), store, settings, seed=0, batch=2, anchors=20)(0)
+    loss.backward()
+    got = drafter.fc.weight.grad.clone()
+    drafter.zero_grad()
+    whole = store.batch([0, 1], 20, rng)
+    first = torch.where(whole[2].keep, whole[2].anchors - whole[2].accepted - 1, 3)
+    branches = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, first, whole[2].keep)
+    total, sums = carry.second_sums(drafter, ids, lengths, branches, settings)
+    loss, expected = carry.reduced(total, sums)
+    loss.backward()
+    assert metrics["accepted"] == expected["accepted"] and metrics["rejected"] == expected["rejected"]
+    # bf16 holds a state to 2**-8 of itself; the loss is a smooth function of a few hundred of them
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=2**-7)
+    assert (got - drafter.fc.weight.grad).abs().max() < 2**-4 * got.abs().max()
+    with pytest.raises(ValueError, match="stored branches lack it"):
+        carry.stored_step(None, store, carry.CarrySettings(parts=losses.Parts(0.1, 1.8, 1.0)), seed=0, batch=2, anchors=2)
+
+
+def test_share_ramps_up():
+    settings = carry.CarrySettings(share=0.8, ramp=4)
+    assert [settings.share_at(i) for i in (0, 1, 3, 9)] == [0.2, 0.4, 0.8, 0.8]
+    assert carry.CarrySettings(share=0.8).share_at(0) == 0.8
+
+
+def test_dspark_loss_reads_the_targets_own_rows(tiny_target, rng):
+    """Total variation and confidence of a step against the target's logits of a plain pass, position by position."""
+    drafter = tiny_drafter(tiny_target, shift=1, markov="vanilla", confidence=True)
+    ids, lengths, anchors, keep = records_like(drafter, tiny_target, rng)
+    branches = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, anchors, keep, last=True)
+    parts = losses.Parts(0.1, 1.8, 1.0)
+    head = tiny_target.lm_head.weight
+    total, sums = carry.second_sums(drafter, ids, lengths, branches, carry.CarrySettings(parts=parts), head=head)
+    labels, kept = data.block_labels(ids, lengths, branches.anchors, branches.keep, drafter.c.proposals)
+    weights = losses.position_weights(kept)
+    rows = rollout.draft_rows(drafter, branches.features, lengths, ids, branches.anchors, branches.carry())
+    previous = rollout.previous_tokens(ids, branches.anchors, labels)
+    logits = drafter.logits(rows, previous)
+    plain = tiny_target(ids).logits
+    wanted = torch.zeros_like(logits)
+    for n, a, k in kept.nonzero().tolist():
+        wanted[n, a, k] = plain[n, branches.anchors[n, a] + k]
+    expected = 0.1 * losses.cross_entropy(logits, labels, weights) + 1.8 * losses.total_variation(logits, wanted, weights)
+    expected = expected + losses.confidence(drafter.confidence_logits(rows, previous), logits, wanted, weights)
+    assert (total / sums[0] - expected).abs() < ROUNDING
+    total.backward()
+    assert drafter.confidence_head.proj.weight.grad.any() and drafter.markov_head.markov_w2.weight.grad.any()
+
+
 def test_mark_learns_exactly_when_something_is_carried(tiny_target, rng):
     drafter = tiny_drafter(tiny_target)
     ids, lengths, anchors, keep = records_like(drafter, tiny_target, rng)
@@ -470,6 +603,23 @@ def test_records_round_trip_and_name_broken_lines(tmp_path):
         data.read_records(tmp_path / "empty")
 
 
+def test_hugging_face_datasets_are_read_where_installed(tmp_path, monkeypatch):
+    """The plumbing, with a stand-in for the package: rows of a saved folder, a parquet file, and the sentences."""
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if not installed
+    with pytest.raises(ValueError, match="the package datasets is not installed"):
+        data.read_records(tmp_path / "saved")
+    rows = [{"prompt_ids": [1, 2], "response_ids": [3]}]
+    stand_in = types.SimpleNamespace(load_from_disk=lambda path: rows, load_dataset=lambda kind, data_files, split: rows * 2)
+    monkeypatch.setitem(sys.modules, "datasets", stand_in)
+    assert data.read_records(tmp_path / "saved") == [data.Record("", [1, 2, 3], 2, 0.0)]
+    assert len(data.read_records(tmp_path / "x.parquet")) == 2
+    stand_in.load_from_disk = lambda path: {"train": rows}
+    with pytest.raises(ValueError, match="holds the splits train, must be one of them"):
+        data.read_rows(tmp_path / "saved")
+
+
 def test_anchors_stay_in_the_response(rng):
     rows = [data.Record("", list(range(12)), 5, 0.0), data.Record("", list(range(7)), 5, 0.0)]
     anchors, keep = data.sample_anchors(rows, 4, rng)
@@ -529,6 +679,18 @@ def test_record_then_train(folders, tmp_path, capsys):
     tensors = load_file(out / "model.safetensors")
     assert tensors["carryover_mark"].dtype == torch.float32 and tensors["carryover_mark"].any()
     assert json.loads((out / "config.json").read_text())["carryover_config"] == {"mark_site": "pre_norm"}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "w" / "tensorboard"))
+    events.Reload()
+    rows = [json.loads(line) for line in (tmp_path / "w" / "metrics.jsonl").read_text().splitlines()]
+    assert [e.value for e in events.Scalars("carryover/loss")] == pytest.approx([row["loss"] for row in rows])
+    kept = [*common, "--out", str(tmp_path / "k"), "--work", str(tmp_path / "kw")]
+    assert train.main([*kept, "--cache-gb", "1"]) == 0
+    assert re.search(r"branches of \d records take at most 0\.00 GB in .*kw/branches, limit 1 GB", capsys.readouterr().out)
+    assert (tmp_path / "kw" / "branches" / "00000.pt").exists()
+    assert train.main([*kept[:-1], str(tmp_path / "small"), "--cache-gb", "1e-6"]) == 1
+    assert "must be at most the limit" in capsys.readouterr().err
     assert train.main([*common, "--out", str(tmp_path / "none"), "--work", str(tmp_path / "n"), "--mode", "none"]) == 0
     assert "carryover_mark" not in load_file(tmp_path / "none" / "model.safetensors")
     capsys.readouterr()

@@ -4,19 +4,31 @@ from dataclasses import dataclass
 
 import torch
 
-from carryover_kernels.training import data, losses, rollout
+from carryover_kernels.training import data, losses, parallel, rollout
 from carryover_kernels.training.loop import step_seed
 
 
 @dataclass(frozen=True)
 class CarrySettings:
     """mode: "carryover" (rejected rows are carried), "none" (the control: the same moved anchors, nothing carried) or
-    "plain" (anchors as sampled: more of the baseline's training). share: the part of branches that carry."""
+    "plain" (anchors as sampled: more of the baseline's training). share: the part of branches that carry, reached in a
+    line over the first `ramp` steps. temperature: of the first draft. parts, decay: see losses. chunk: rows whose logits
+    are held at once. autocast: bf16 for matrix products."""
 
     mode: str = "carryover"
     share: float = 1.0
+    ramp: int = 0
     temperature: float = 0.0
     decay: float = losses.DECAY
+    parts: losses.Parts = losses.Parts()
+    chunk: int = 4096
+    autocast: bool = True
+
+    def share_at(self, step):
+        return self.share * min(1.0, (step + 1) / self.ramp) if self.ramp else self.share
+
+    def precision(self, device):
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)
 
 
 @torch.no_grad()
@@ -34,40 +46,89 @@ def set_mark(model, scale, seed, features):
     return size
 
 
-def second_loss(model, ids, lengths, branches, settings, generator):
-    """Loss of the second draft at the moved anchors, and metrics. Only this pass has a gradient."""
+def second_sums(model, ids, lengths, branches, settings, chosen=None, head=None):
+    """The second draft at the moved anchors; only this pass has a gradient. chosen [N, A] bool: which branches carry what
+    they may. head [V, H_t]: the target's, where settings.parts.of_target.
+    -> the sum of the losses, and [sum of weights, tokens right in a row, anchors, rejected rows]."""
     labels, kept = data.block_labels(ids, lengths, branches.anchors, branches.keep, model.c.proposals)
     weights = losses.position_weights(kept, settings.decay)
-    carry = None
-    if settings.mode == "carryover":
-        chosen = torch.rand(branches.keep.shape, generator=generator) < settings.share
-        carry = branches.carry(chosen)
-    rows = rollout.draft_rows(model, branches.features, lengths, ids, branches.anchors, carry)
-    logits = model.logits(rows, rollout.previous_tokens(ids, branches.anchors, labels))
-    loss = losses.cross_entropy(logits, labels, weights)
-    right = torch.cumprod(((logits.detach().argmax(-1) == labels) & kept).long(), -1).sum(-1)
-    accepted = right[branches.keep].float().mean().item() if branches.keep.any() else 0.0
-    return loss, {"accepted": accepted, "rejected": branches.rejected.sum(-1)[branches.keep].float().mean().item()}
+    left = branches.carry(chosen) if settings.mode == "carryover" else None
+    rows = rollout.draft_rows(model, branches.features, lengths, ids, branches.anchors, left)
+    previous = rollout.previous_tokens(ids, branches.anchors, labels)
+    bias = target = guesses = None
+    if model.c.markov_rank:
+        bias = model.markov_head.factors(previous, rows).flatten(0, 2), model.markov_head.markov_w2.weight
+    if settings.parts.of_target:
+        at = branches.anchors[..., None] + torch.arange(model.c.proposals, device=ids.device)  # row t tells token t + 1
+        at = at.clamp_max(ids.shape[1] - 1).flatten(1)
+        target = torch.gather(branches.last, 1, at[..., None].expand(-1, -1, branches.last.shape[-1])).flatten(0, 1), head
+    if settings.parts.confidence:
+        guesses = model.confidence_logits(rows.detach(), previous).flatten()
+    total, tokens = losses.chunked(
+        rows.flatten(0, 2), model.head, labels.flatten(), weights.flatten(), bias=bias, target=target, confidence_logits=guesses,
+        parts=settings.parts, chunk=settings.chunk,
+    )
+    right = torch.cumprod(((tokens.view_as(labels) == labels) & kept).long(), -1).sum(-1)
+    sums = [weights.sum(), right[branches.keep].sum(), branches.keep.sum(), branches.rejected.sum(-1)[branches.keep].sum()]
+    return total, torch.stack([x.double() for x in sums])
 
 
-def carry_step(model, target, records, settings, *, seed, batch, anchors, states=None):
-    """A step function for Loop: draft, verify, draft again over `batch` records and `anchors` anchors each."""
+def reduced(total, sums):
+    """The loss whose mean gradient over processes is that of the whole batch's mean, and the whole batch's metrics."""
+    loss, weights, right, anchors, rejected = parallel.total(torch.cat([total.detach().double()[None], sums])).tolist()
+    metrics = {"loss": loss / max(weights, 1e-6), "accepted": right / max(1, anchors), "rejected": rejected / max(1, anchors)}
+    return total * (parallel.size() / max(weights, 1e-6)), metrics
+
+
+def stored_step(trainee, store, settings, *, seed, batch, anchors, carrying=0.0):
+    """A step function for Loop over branches that a cache.Store holds: their first draft is that of the drafter it was
+    built with. trainee: parallel.wrap of the drafter. carrying: see Store.batch."""
+    if settings.parts.of_target:
+        raise ValueError("train: parts asks for the target's distribution, must be cross_entropy alone: stored branches lack it")
+
+    def step(i):
+        generator = torch.Generator().manual_seed(step_seed(seed, i, 5))
+        chosen = store.similar_lengths(batch, generator)
+        ids, lengths, branches = store.batch(chosen, anchors, generator, settings.mode == "plain", carrying)
+        carries = torch.rand(branches.keep.shape, generator=generator) < settings.share_at(i)
+        mine = parallel.share(batch)
+        ids, lengths, branches, carries = ids[mine], lengths[mine], branches.rows(mine), carries[mine]
+        with settings.precision(ids.device):
+            return reduced(*trainee(lambda model: second_sums(model, ids, lengths, branches, settings, carries)))
+
+    return step
+
+
+def carry_step(trainee, target, records, settings, *, seed, batch, anchors):
+    """A step function for Loop: draft, verify, draft again over `batch` records and `anchors` anchors each (the global
+    batch of all processes). trainee: parallel.wrap of the drafter."""
+    device = target.device
+    head = target.get_output_embeddings().weight.detach()
+
+    def sums(model, ids, lengths, first, keep, carries, generator):
+        last = settings.parts.of_target
+        if settings.mode == "plain":
+            found = rollout.record_pass(target, ids, model.c.taps, last=last)
+            branches = rollout.plain_branches(found[0], first, keep, model.c.proposals, found[2] if last else None)
+        else:
+            branches = rollout.draft_and_verify(
+                model, target, ids, lengths, first, keep, settings.temperature, generator,
+                states=settings.mode == "carryover", last=last,
+            )
+        return second_sums(model, ids, lengths, branches, settings, carries, head)
 
     def step(i):
         generator = torch.Generator().manual_seed(step_seed(seed, i, 5))
         part = [records[j] for j in data.similar_lengths(records, batch, generator)]
         ids, lengths = data.pad_records(part)
         first, keep = data.sample_anchors(part, anchors, generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            if settings.mode == "plain":
-                features, _ = rollout.record_pass(target, ids, model.c.taps)
-                branches = rollout.plain_branches(features, first, keep, model.c.proposals)
-            else:
-                branches = rollout.draft_and_verify(
-                    model, target, ids, lengths, first, keep, settings.temperature, generator,
-                    states=settings.mode == "carryover",
-                )
-            return second_loss(model, ids, lengths, branches, settings, generator)
+        carries = torch.rand(keep.shape, generator=generator) < settings.share_at(i)
+        mine = parallel.share(batch)
+        own = [t[mine].to(device) for t in (ids, lengths, first, keep, carries)]
+        # a sampled first draft has its own noise in each process
+        generator = torch.Generator(device).manual_seed(step_seed(seed, i, 6 + parallel.rank()))
+        with settings.precision(device):
+            return reduced(*trainee(lambda model: sums(model, *own, generator)))
 
     return step
 
@@ -115,6 +176,7 @@ def chained(model, target, records, *, carry, batch=32):
         part = order[begin : begin + batch]
         ids, lengths = data.pad_records([records[j] for j in part])
         features, past = rollout.record_pass(target, ids, model.c.taps)
+        outside = rollout.context_keys(model, features)
         anchors = torch.tensor([[records[j].start] for j in part])
         history = [[] for _ in part]
         tokens = [0] * len(part)
@@ -123,7 +185,7 @@ def chained(model, target, records, *, carry, batch=32):
             active = anchors[:, 0] < lengths - 1
             if not active.any():
                 break
-            rows = rollout.draft_rows(model, features, lengths, ids, anchors, left if carry else None)
+            rows = rollout.draft_rows(model, features, lengths, ids, anchors, left if carry else None, outside)
             drafts, _ = model.propose(rows, torch.gather(ids, 1, anchors))
             labels, kept = data.block_labels(ids, lengths, anchors, active[:, None], model.c.proposals)
             accepted = torch.cumprod(((drafts == labels) & kept).long(), -1).sum(-1)

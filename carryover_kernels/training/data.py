@@ -33,20 +33,41 @@ def read_jsonl(path):
     return rows
 
 
+def read_rows(path):
+    """Rows (dicts) of a JSONL file, or of a Hugging Face dataset: a folder of save_to_disk, or *.parquet or *.arrow files."""
+    path = Path(path)
+    saved = path.is_dir() and any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
+    if not saved and path.suffix not in (".parquet", ".arrow"):
+        return read_jsonl(path)
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"{path}: is a Hugging Face dataset and the package datasets is not installed, must be a JSONL file without it "
+            "(pip install datasets)"
+        ) from None
+    if saved:
+        found = datasets.load_from_disk(str(path))
+        if hasattr(found, "keys"):
+            raise ValueError(f"{path}: holds the splits {', '.join(found)}, must be one of them: name its folder")
+        return [dict(row) for row in found]
+    return [dict(row) for row in datasets.load_dataset(path.suffix[1:], data_files=str(path), split="train")]
+
+
 def write_jsonl(path, rows):
     text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
     write_atomically(path, lambda tmp: Path(tmp).write_text(text, encoding="utf-8"))
 
 
 def read_records(path):
-    """Records of a file or of all *.jsonl in a folder, in name order."""
+    """Records of a file, of all *.jsonl in a folder in name order, or of a Hugging Face dataset (see read_rows)."""
     path = Path(path)
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if not files:
+    files = (sorted(path.glob("*.jsonl")) or [path]) if path.is_dir() else [path]
+    if files == [path] and path.is_dir() and not list(path.glob("dataset_*.json")):
         raise ValueError(f"{path}: no *.jsonl file in it, must hold records (carryover record writes them)")
     records = []
     for file in files:
-        for number, row in enumerate(read_jsonl(file), 1):
+        for number, row in enumerate(read_rows(file), 1):
             for key in ("prompt_ids", "response_ids"):
                 if not isinstance(row.get(key), list):
                     raise ValueError(f"{file}: record {number} has no list {key}, must have prompt_ids and response_ids")
@@ -170,7 +191,7 @@ def pad_records(records, states=None):
 
 def block_labels(ids, lengths, anchors, keep, proposals):
     """labels and kept [N, A, P]: the recorded tokens after each anchor; kept up to the end of the record."""
-    at = anchors[..., None] + 1 + torch.arange(proposals)
+    at = anchors[..., None] + 1 + torch.arange(proposals, device=anchors.device)
     kept = keep[..., None] & (at < lengths[:, None, None])
     labels = torch.gather(ids[:, None].expand(-1, anchors.shape[1], -1), 2, at.clamp_max(ids.shape[1] - 1))
     return labels, kept
@@ -178,7 +199,11 @@ def block_labels(ids, lengths, anchors, keep, proposals):
 
 def similar_lengths(records, count, generator, window=128):
     """Indices of `count` records of similar length (less padding): drawn from a random window of the length order."""
-    order = sorted(range(len(records)), key=lambda i: (len(records[i].ids), i))
+    return window_of(sorted(range(len(records)), key=lambda i: (len(records[i].ids), i)), count, generator, window)
+
+
+def window_of(order, count, generator, window=128):
+    """`count` entries of a random window of a list."""
     window = min(max(window, count), len(order))
     begin = int(torch.randint(len(order) - window + 1, (), generator=generator))
     return [order[begin + j] for j in torch.randperm(window, generator=generator)[:count].tolist()]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from carryover_kernels.training import parallel
+
 
 def write_atomically(path, write):
     """Calls write(tmp) and moves tmp to path in one step; a kill leaves the old file or the new one."""
@@ -71,16 +73,19 @@ class Loop:
     """Runs `step_function(step) -> (loss, metrics)` for a fixed number of steps.
 
     model: its state_dict is what a checkpoint holds beside the optimizers'.
-    directory: gets checkpoint.pt (atomic) and metrics.jsonl.
+    directory: gets checkpoint.pt (atomic), metrics.jsonl and, with `tensorboard`, its event files. Of many processes the
+    first one writes; all of them must run the loop.
     """
 
     def __init__(self, model, optimizers, directory, steps, *, warmup=100, clip=1.0, floor=0.0, horizon=None, decay=0, every_seconds=120.0,
-                 log_every=10, name="train", quiet=False):
+                 log_every=10, name="train", quiet=False, tensorboard=False):
         self.model, self.optimizers, self.steps = model, optimizers, steps
         self.directory = Path(directory)
         self.schedule = dict(warmup=warmup, floor=floor, horizon=horizon, decay=decay)
         self.clip = clip
-        self.every_seconds, self.log_every, self.name, self.quiet = every_seconds, log_every, name, quiet
+        self.first = parallel.rank() == 0
+        self.every_seconds, self.log_every, self.name, self.quiet = every_seconds, log_every, name, quiet or not self.first
+        self.tensorboard = tensorboard and self.first
         self.step = 0
         self.base_rates = [[group["lr"] for group in o.param_groups] for o in optimizers]
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -94,12 +99,10 @@ class Loop:
         return self.directory / "metrics.jsonl"
 
     def save(self):
-        state = {
-            "step": self.step,
-            "steps": self.steps,
-            "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-        }
+        weights, optimizers = parallel.model_state(self.model, self.optimizers)
+        if not self.first:
+            return
+        state = {"step": self.step, "steps": self.steps, "model": weights, "optimizers": optimizers}
         write_atomically(self.checkpoint, lambda tmp: torch.save(state, tmp))
 
     def resume(self):
@@ -112,59 +115,45 @@ class Loop:
                 f"train: {self.checkpoint} was made for {state['steps']} steps, this run has {self.steps}; "
                 "the learning rates would differ: use another directory or the same number of steps"
             )
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        parallel.load_state(self.model, self.optimizers, state["model"], state["optimizers"])
         self.step = state["step"]
-        if self.metrics.exists():
+        if self.first and self.metrics.exists():
             rows = [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
             kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] < self.step)
             write_atomically(self.metrics, lambda tmp: Path(tmp).write_text(kept))
         return True
 
     def run(self, step_function, after_step=None):
-        """Trains to the last step. Ctrl-C: saves and raises TrainingStopped, as does a loss that is not a number
-        (there the last good checkpoint stays as it was)."""
+        """Trains to the last step. A metric named loss is what is shown and checked, where the value to go back through is
+        scaled. Ctrl-C: saves and raises TrainingStopped, as does a loss that is not a number (there the last good
+        checkpoint stays as it was)."""
         interrupted = []
         previous = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
         progress, bar = _progress(self.name, self.steps, self.step, self.quiet)
+        board = self._board()
         saved_at = time.monotonic()
         try:
-            with progress, open(self.metrics, "a", encoding="utf-8") as log:
+            with progress, open(self.metrics if self.first else os.devnull, "a", encoding="utf-8") as log:
                 while self.step < self.steps:
-                    began = time.monotonic()
-                    factor = learning_rate(self.step, self.steps, **self.schedule)
-                    for optimizer, rates in zip(self.optimizers, self.base_rates, strict=True):
-                        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                            group["lr"] = rate * factor
-                        optimizer.zero_grad(set_to_none=True)
-                    loss, metrics = step_function(self.step)
-                    if not torch.isfinite(loss):
-                        raise TrainingStopped(
-                            f"{self.name}: the loss is {loss.item()} at step {self.step}; nothing was updated by it. "
-                            f"The last good checkpoint is {self.checkpoint}; lower the learning rate and start again."
-                        )
-                    loss.backward()
-                    parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
-                    norm = torch.nn.utils.clip_grad_norm_(parameters, self.clip)
-                    for optimizer in self.optimizers:
-                        optimizer.step()
-                    row = {"step": self.step, "loss": loss.item(), "norm": norm.item(), "factor": factor}
-                    row.update(metrics)
-                    row["seconds"] = round(time.monotonic() - began, 4)
+                    row = self._one(step_function)
                     if self.step % self.log_every == 0 or self.step + 1 == self.steps:
                         log.write(json.dumps(row) + "\n")
                         log.flush()
+                        for key, value in row.items() if board else ():
+                            board.add_scalar(f"{self.name}/{key}", value, self.step)
                     self.step += 1
                     shown = " ".join(f"{k} {v:.3f}" for k, v in row.items() if isinstance(v, float) and k in SHOWN)
                     progress.update(bar, completed=self.step, shown=shown)
-                    if interrupted:
+                    stop, save = bool(interrupted), time.monotonic() - saved_at > self.every_seconds
+                    if parallel.size() > 1:  # all stop or save together, whoever was asked to
+                        stop, save = (parallel.total(torch.tensor([stop, save])) > 0).tolist()
+                    if stop:
                         self.save()
                         raise TrainingStopped(
                             f"{self.name}: stopped at step {self.step} of {self.steps}; the checkpoint is "
                             f"{self.checkpoint}, the same command goes on from there."
                         )
-                    if time.monotonic() - saved_at > self.every_seconds:
+                    if save:
                         self.save()
                         saved_at = time.monotonic()
                     if after_step is not None:
@@ -172,6 +161,40 @@ class Loop:
             self.save()
         finally:
             signal.signal(signal.SIGINT, previous)
+            if board:
+                board.close()
+
+    def _one(self, step_function):
+        """One step of the optimizers; the row of metrics."""
+        began = time.monotonic()
+        factor = learning_rate(self.step, self.steps, **self.schedule)
+        for optimizer, rates in zip(self.optimizers, self.base_rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            optimizer.zero_grad(set_to_none=True)
+        loss, metrics = step_function(self.step)
+        value = metrics.get("loss", loss.item())
+        if not math.isfinite(value):
+            raise TrainingStopped(
+                f"{self.name}: the loss is {value} at step {self.step}; nothing was updated by it. "
+                f"The last good checkpoint is {self.checkpoint}; lower the learning rate and start again."
+            )
+        loss.backward()
+        parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.clip)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2's gradients lie in shares
+        for optimizer in self.optimizers:
+            optimizer.step()
+        row = {"step": self.step, "loss": value, "norm": norm.item(), "factor": factor, **metrics}
+        row["seconds"] = round(time.monotonic() - began, 4)
+        return row
+
+    def _board(self):
+        if not self.tensorboard:
+            return None
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self.directory / "tensorboard", purge_step=self.step)
 
 
 class progress_bar:

@@ -1,5 +1,7 @@
 """Losses of a drafter: cross-entropy with position decay, total variation to the target, confidence."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -42,25 +44,53 @@ def confidence(confidence_logits, logits, target_logits, weights):
     return _weighted_mean(losses, weights)
 
 
-def chunked_cross_entropy(hidden, head, labels, weights, bias=None, chunk=4096):
-    """Cross-entropy of hidden [M, H] @ head [V, H]^T (+ bias(slice) [m, V]) without holding all logits: each chunk's
-    are made again in the backward pass. labels, weights [M]. Returns the weighted mean and the number right [M]."""
-    labels = torch.where(weights > 0, labels, 0)
+@dataclass(frozen=True)
+class Parts:
+    """How much of each loss. DFlash as published: cross-entropy alone. DSpark: (0.1, 1.8, 1.0), since its 0.9 is of the
+    whole L1 distance and total variation is half of it."""
 
-    def one(h, y, w, b):
+    cross_entropy: float = 1.0
+    total_variation: float = 0.0
+    confidence: float = 0.0
+
+    @property
+    def of_target(self):
+        """Whether the target's own distribution is needed."""
+        return self.total_variation > 0 or self.confidence > 0
+
+
+def chunked(hidden, head, labels, weights, *, bias=None, target=None, confidence_logits=None, parts=Parts(), chunk=4096):
+    """The weighted sum of losses of rows hidden [M, H] @ head [V, H]^T without holding all logits: where there is more
+    than one chunk, each one's are made again in the backward pass.
+
+    labels, weights [M]; bias: (factors [M, r], W2 [V, r]) of a Markov head; target: (last hidden states [M, H_t], head
+    [V, H_t]) of the target, where parts.of_target. Returns the sum (divide by the sum of weights) and the greedy tokens [M].
+    """
+    labels = torch.where(weights > 0, labels, 0)
+    columns = [hidden, labels, weights, bias[0] if bias else None, target[0] if target else None, confidence_logits]
+
+    def one(h, y, w, factors, seen, guess):
         logits = F.linear(h, head.to(h.dtype)).float()
-        if b is not None:
-            logits = logits + b.float()
-        return (F.cross_entropy(logits, y, reduction="none") * w).sum(), logits.detach().argmax(-1)
+        if factors is not None:
+            logits = logits + F.linear(factors, bias[1].to(factors.dtype)).float()
+        total = (F.cross_entropy(logits, y, reduction="none") * w).sum() * parts.cross_entropy
+        if parts.of_target:
+            with torch.no_grad():
+                p = torch.softmax(F.linear(seen, target[1].to(seen.dtype)).float(), -1)
+            distance = 0.5 * (p - torch.softmax(logits, -1)).abs().sum(-1)
+            total = total + parts.total_variation * (distance * w).sum()
+            if parts.confidence:
+                of_guess = F.binary_cross_entropy_with_logits(guess.float(), 1 - distance.detach(), reduction="none")
+                total = total + parts.confidence * (of_guess * w).sum()
+        return total, logits.detach().argmax(-1)
 
     total, guesses = hidden.new_zeros((), dtype=torch.float32), []
     for i in range(0, hidden.shape[0], chunk):
-        s = slice(i, i + chunk)
-        b = None if bias is None else bias(s)
+        part = [None if c is None else c[i : i + chunk] for c in columns]
         if hidden.shape[0] <= chunk:
-            loss, guess = one(hidden[s], labels[s], weights[s], b)
+            loss, guess = one(*part)
         else:
-            loss, guess = checkpoint(one, hidden[s], labels[s], weights[s], b, use_reentrant=False)
+            loss, guess = checkpoint(one, *part, use_reentrant=False)
         total = total + loss
         guesses.append(guess)
-    return total / weights.sum().clamp_min(1e-6), torch.cat(guesses) == labels
+    return total, torch.cat(guesses)

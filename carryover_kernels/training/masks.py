@@ -37,6 +37,21 @@ class Sight:
         k = [t[:, None, :] for t in (self.kind, self.key_owner, self.key_position)]
         return sees(*q, *k, self.causal)[:, None]
 
+    def apart(self, context, count):
+        """The same in two pieces, where the first `context` keys are context and the rest are `count` branches' own rows
+        (carried, then blocks): seen [N, 1, Q, context] and seen [N, A, 1, Q / A, own keys of a branch]. A branch sees none
+        of the others' rows, so that those pairs need not be computed."""
+        q = [t[:, :, None] for t in (self.limit, self.owner, self.position)]
+        k = [t[:, None, :context] for t in (self.kind, self.key_owner, self.key_position)]
+        rows = self.limit.shape[1] // count
+        carried = (self.kind.shape[1] - context) // count - rows
+        own = []
+        for t in (self.kind, self.key_owner, self.key_position):
+            pieces = t[:, context:].split([count * carried, count * rows], 1)
+            own.append(torch.cat([p.unflatten(1, (count, -1)) for p in pieces if p.shape[1]], -1)[:, :, None, :])
+        each = [t.unflatten(1, (count, rows))[..., None] for t in (self.limit, self.owner, self.position)]
+        return sees(*q, *k, self.causal)[:, None], sees(*each, *own, self.causal)[:, :, None]
+
     def flex(self):
         """mask_mod for torch.nn.attention.flex_attention.create_block_mask(mod, B=N, H=None, Q_LEN=Q, KV_LEN=K)."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 MARK = "carryover_mark"  # [H] f32: the one tensor that carryover adds to a checkpoint
 
@@ -136,14 +137,47 @@ class Attention(nn.Module):
         k = rope(self.k_norm(self.k_proj(x).view(shape)), positions, self.c.theta)
         return k, self.v_proj(x).view(shape)
 
-    def forward(self, x, positions, outside, mask):
-        """outside: K and V of context and carried rows, in front of the block's own; mask [N, 1, Q, K] bool."""
+    def forward(self, x, positions, outside, mask, carried=None):
+        """outside: K and V of context (and carried) rows in front of the block's own; mask [N, 1, Q, K] bool, a BlockMask of
+        flex_attention, or the pair of Sight.apart, with which carried rows' K and V [N, A, G, kv_heads, D] come apart."""
         q = self.q_norm(self.q_proj(x).view(*x.shape[:2], self.c.heads, self.c.head_dim))
         q = rope(q, positions, self.c.theta)
         own = self.keys(x, positions)
+        if isinstance(mask, tuple):
+            return self.o_proj(attention_apart(q, outside, own, carried, *mask).flatten(2))
         k, v = (torch.cat([there, here], 1).transpose(1, 2) for there, here in zip(outside, own, strict=True))
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
+        if torch.is_tensor(mask):
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
+        else:
+            out = flex_attention(q.transpose(1, 2), k, v, block_mask=mask, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def attention_apart(q, context, own, carried, sees_context, sees_own):
+    """Attention of A blocks of a sequence, each over the shared context and its own rows only. q [N, A * B, heads, D];
+    context k, v [N, S, kv_heads, D]; own [N, A * B, kv_heads, D]; carried [N, A, G, kv_heads, D] or None."""
+    n, rows, heads, d = q.shape
+    kv, count = own[0].shape[2], sees_own.shape[1]
+    group = heads // kv
+    if carried is not None:
+        own = [torch.cat([c, o.unflatten(1, (count, -1))], 2) for c, o in zip(carried, own, strict=True)]
+    else:
+        own = [o.unflatten(1, (count, -1)) for o in own]
+    q = q * d**-0.5
+    grouped = q.view(n, rows, kv, group, d).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [N, kv, group * rows, D]
+    k, v = (t.transpose(1, 2) for t in context)
+    far = (grouped @ k.transpose(-1, -2)).unflatten(2, (group, rows))
+    each = q.view(n, count, -1, kv, group, d).permute(0, 1, 3, 4, 2, 5).flatten(3, 4)  # [N, A, kv, group * B, D]
+    own_k, own_v = (t.transpose(2, 3) for t in own)
+    near = (each @ own_k.transpose(-1, -2)).unflatten(3, (group, -1))
+    far = far.float().masked_fill(~sees_context[:, :, None], -torch.inf)
+    near = near.float().masked_fill(~sees_own[:, :, :, None], -torch.inf).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+    weights = torch.softmax(torch.cat([far, near], -1), -1).to(v.dtype)
+    far, near = weights.split([k.shape[2], weights.shape[-1] - k.shape[2]], -1)
+    out = (far.flatten(2, 3) @ v).view(n, kv, group, rows, d)
+    near = near.unflatten(3, (count, -1)).permute(0, 3, 1, 2, 4, 5).flatten(3, 4)
+    near = (near @ own_v).unflatten(3, (group, -1)).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+    return (out + near).permute(0, 3, 1, 2, 4).reshape(n, rows, heads, d)
 
 
 class MLP(nn.Module):
@@ -164,8 +198,8 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden, c.eps)
         self.post_attention_layernorm = RMSNorm(c.hidden, c.eps)
 
-    def forward(self, x, positions, outside, mask):
-        x = x + self.self_attn(self.input_layernorm(x), positions, outside, mask)
+    def forward(self, x, positions, outside, mask, carried=None):
+        x = x + self.self_attn(self.input_layernorm(x), positions, outside, mask, carried)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -255,6 +289,8 @@ class DraftModel(nn.Module):
 
     def features(self, taps, carried=False):
         """taps [N, T, taps*H_target] -> [N, T, H]. Carried rows get the mark, before hidden_norm or after it."""
+        if not torch.is_autocast_enabled(taps.device.type):
+            taps = taps.to(self.fc.weight.dtype)  # cached states are bf16
         x = self.fc(taps)
         if carried and self.c.mark == "pre_norm":
             x = x + self.carryover_mark.to(x.dtype)
@@ -273,12 +309,12 @@ class DraftModel(nn.Module):
         tokens[..., 1:] = self.c.mask_token
         return tokens
 
-    def forward(self, tokens, positions, outside, mask):
+    def forward(self, tokens, positions, outside, mask, carried=None):
         """tokens, positions [N, Q]; outside as outside_keys (rows in the mask's key order, blocks come last);
-        mask [N, 1, Q, K] bool. Returns hidden states after the final norm, [N, Q, H]."""
+        mask and carried (one entry a layer) as in Attention. Returns hidden states after the final norm, [N, Q, H]."""
         x = F.embedding(tokens, self.embed)
-        for layer, pair in zip(self.layers, outside, strict=True):
-            x = layer(x, positions, pair, mask)
+        for i, (layer, pair) in enumerate(zip(self.layers, outside, strict=True)):
+            x = layer(x, positions, pair, mask, carried[i] if carried else None)
         return self.norm(x)
 
     def proposal_rows(self, hidden):
@@ -316,15 +352,15 @@ class DraftModel(nn.Module):
             if not allow_mask:
                 allowed[..., self.c.mask_token] = -torch.inf
             if temperature:
-                noise = torch.rand(allowed.shape, generator=generator).clamp_min(1e-20)
+                noise = torch.rand(allowed.shape, generator=generator, device=allowed.device).clamp_min(1e-20)
                 allowed = allowed / temperature - torch.log(-torch.log(noise))
             previous = allowed.argmax(-1)
             tokens.append(previous)
         return torch.stack(tokens, -1), torch.stack(corrected, -2)
 
-    def save(self, directory, dtype=torch.bfloat16):
+    def save(self, directory, dtype=torch.bfloat16, state=None):
         """config.json and model.safetensors in the published layout; the folder appears whole or not at all. Norms and
-        matrices in `dtype`, the mark in f32."""
+        matrices in `dtype`, the mark in f32. state: whole weights, where the module's own lie in shares."""
         from safetensors.torch import save_file
 
         tmp = Path(str(directory) + ".tmp")
@@ -332,7 +368,7 @@ class DraftModel(nn.Module):
         tmp.mkdir(parents=True)
         tensors = {
             name: value.detach().to(torch.float32 if name == MARK else dtype).contiguous()
-            for name, value in self.state_dict().items()
+            for name, value in (state or self.state_dict()).items()
         }
         if not self.c.borrowed:
             tensors["embed_tokens.weight"] = self.embed.to(dtype).contiguous()

@@ -8,9 +8,9 @@ from carryover_kernels.training.loop import progress_bar
 
 
 def record(target, prompts, out, *, max_new_tokens=256, temperatures=(0.0, 0.7), batch=64, seed=0):
-    """Lets the target at folder `target` answer the prompts of a JSONL file ({"prompt": text} or {"prompt_ids": [...]},
-    optional "kind") and writes folder `out`. Goes on where it was stopped. Returns the number of records."""
-    rows = data.read_jsonl(prompts)
+    """Lets the target at folder `target` answer the prompts of a JSONL file or Hugging Face dataset ({"prompt": text} or
+    {"prompt_ids": [...]}, optional "kind") and writes folder `out`. Goes on where it was stopped. Returns the number of records."""
+    rows = data.read_rows(prompts)
     model, tokenizer = data.load_target(target)
     pairs = []
     for number, row in enumerate(rows, 1):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from carryover_kernels.training import carry, corpus, data, embedded
+from carryover_kernels.training import carry, corpus, data, embedded, parallel
 from carryover_kernels.training.loop import Loop, make_optimizers, progress_bar, write_json
 from carryover_kernels.training.model import DraftModel
 
@@ -30,15 +30,16 @@ COMMON = {"lr": 1e-3, "muon_lr": 1.5e-3, "mark_lr": 5e-3, "batch": 12, "anchors"
 HELD_OUT = {"substitution": 192, "code": 64, "records": 64, "text": 64}
 
 
-def held_out(work, target, tokenizer, counts):
-    """Greedy records of held-out prompts that neither training nor the embedded evaluation uses."""
+def held_out(work, target, tokenizer, counts, name="study"):
+    """Greedy records of held-out prompts that neither training nor the embedded evaluation uses. name: "study", or "tuning"
+    for the prompts by which settings are chosen."""
     files, _ = corpus.standard_library()
-    samples = [corpus.task(kind, f"pilot/{i}", held_out=True) for kind in corpus.TASKS for i in range(counts[kind])]
-    samples += corpus.text_prompts(files, counts["text"], "pilot", held_out=True)
+    samples = [corpus.task(kind, f"{name}/{i}", held_out=True) for kind in corpus.TASKS for i in range(counts[kind])]
+    samples += corpus.text_prompts(files, counts["text"], name, held_out=True)
     prompts = list(zip([s.kind for s in samples], data.encode(tokenizer, [s.prompt for s in samples]), strict=True))
-    with progress_bar("held-out responses", len(prompts)) as tick:
+    with progress_bar(f"{name} responses", len(prompts)) as tick:
         records = data.record(
-            target, prompts, work / "held_out", max_new_tokens=embedded.Settings().new_tokens,
+            target, prompts, work / f"{name}_prompts", max_new_tokens=embedded.Settings().new_tokens,
             end_token=tokenizer.eos_token_id, batch=64, on_batch=tick,
         )
     return [r for r in records if len(r.ids) - r.start > 2]
@@ -78,7 +79,7 @@ def run_cell(name, steps, seed, base, work, target, records, held):
     loop.resume()
     began = time.monotonic()
     settings = carry.CarrySettings(mode=cell["mode"], share=cell.get("share", 0.0))
-    loop.run(carry.carry_step(model, target, records, settings, seed=seed, batch=COMMON["batch"], anchors=COMMON["anchors"]))
+    loop.run(carry.carry_step(parallel.wrap(model), target, records, settings, seed=seed, batch=COMMON["batch"], anchors=COMMON["anchors"]))
     result["seconds"] = time.monotonic() - began
     model.save(work / name / "model")
     model = DraftModel.load(work / name / "model", embed=model.embed, head=model.head)  # as shipped: rounded to bf16
