@@ -1,13 +1,14 @@
 """``generate``: prompts in, the target's own continuations out."""
 
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from ..drafter import CarryoverDrafter
 from .request import DecodingError, Interrupted, Request
-from .sampling import check_sampling, request_seed
-from .session import DecodingSession
+from .sampling import check_sampling, check_whole, request_seed
+from .session import DecodingSession, stop_ids, token_ids
 from .target import PREFILL_ROWS, Target
 
 
@@ -43,34 +44,40 @@ def generate(
     Returns: one ``Request`` a prompt, in order, with tokens, origins, finish_reason and stats.
 
     Raises:
-        ValueError: an argument out of range, named in one sentence; nothing was generated.
+        ValueError, TypeError: an argument out of range or of the wrong kind, named in one sentence; nothing was generated.
         Interrupted (a KeyboardInterrupt): Ctrl-C; its ``requests`` hold what was done.
         DecodingError: the target gave logits that are not finite; its ``requests`` hold what was done.
     """
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence | torch.Tensor):
+        raise TypeError(f"generate: prompts is a {type(prompts).__name__}, must be a list of lists of token ids")
+    check_whole("max_requests", max_requests, 1)
     limits = _one_each("max_new_tokens", max_new_tokens, len(prompts))
-    seeds = _one_each("seed", seed, len(prompts)) if not isinstance(seed, int) else [request_seed(seed, i) for i in range(len(prompts))]
-    check_sampling(temperature, top_p, seed if isinstance(seed, int) else 0)
-    stops = None if stop_tokens is None else frozenset(stop_tokens)
+    one_seed = isinstance(seed, numbers.Integral)
+    seeds = [request_seed(int(seed), i) for i in range(len(prompts))] if one_seed else _one_each("seed", seed, len(prompts))
+    check_sampling(temperature, top_p, seed if one_seed else 0)
+    stops = None if stop_tokens is None else stop_ids(stop_tokens)
+    prompts = [token_ids(prompt) for prompt in prompts]
+    for limit in limits:
+        check_whole("max_new_tokens", limit, 1)
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits)), default=1)
     session = DecodingSession(
-        target, drafter, max(1, min(max_requests, len(prompts))) if max_requests > 0 else max_requests, longest, page_size, carryover,
+        target, drafter, max(1, min(max_requests, len(prompts))), longest, page_size, carryover,
         num_draft_tokens, method, timing,
     )  # fmt: skip
     # Every prompt is checked before the first pass.
     wanted = []
-    for index, (prompt, limit, one_seed) in enumerate(zip(prompts, limits, seeds)):
-        wanted.append(session._new_request(prompt, limit, temperature, top_p, one_seed, stops, stream))
+    for index, (prompt, limit, own_seed) in enumerate(zip(prompts, limits, seeds)):
+        wanted.append(session._new_request(prompt, limit, temperature, top_p, own_seed, stops, stream))
         wanted[-1].index = index
     try:
-        with torch.no_grad():
-            waiting = list(wanted)
-            while waiting or session.active:
-                joining = _fitting(waiting, session.max_requests - len(session.active))
-                if joining:
-                    session._admit(joining)
-                    del waiting[: len(joining)]
-                else:
-                    session.step()
+        waiting = list(wanted)
+        while waiting or session.active:
+            joining = _fitting(waiting, session.max_requests - len(session.active))
+            if joining:
+                session._admit(joining)
+                del waiting[: len(joining)]
+            else:
+                session.step()
     except KeyboardInterrupt:
         raise Interrupted(wanted) from None
     except DecodingError as error:
@@ -84,7 +91,9 @@ def generate(
 
 
 def _one_each(name: str, value, count: int) -> list[int]:
-    values = [value] * count if isinstance(value, int) else list(value)
+    if not isinstance(value, Sequence | numbers.Integral) or isinstance(value, str):
+        raise TypeError(f"generate: {name} is {value!r}, must be a whole number, or a list of one a prompt")
+    values = [value] * count if isinstance(value, numbers.Integral) else list(value)
     if len(values) != count:
         raise ValueError(f"generate: {name} has {len(values)} values, must have {count}: one a prompt")
     return values

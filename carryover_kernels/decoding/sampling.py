@@ -1,5 +1,7 @@
 """From the target's logits to the distribution that ``verify_draft`` judges by, and the seeds of requests."""
 
+import numbers
+
 import torch
 
 MASK64 = 2**64 - 1
@@ -13,8 +15,21 @@ def request_seed(seed: int, index: int) -> int:
     return (x ^ (x >> 31)) >> 1
 
 
+def check_whole(name: str, value, least: int):
+    """Raises TypeError or ValueError with one sentence unless ``value`` is a whole number of at least ``least``."""
+    if not isinstance(value, numbers.Integral):
+        raise TypeError(f"generate: {name} is {value!r}, must be a whole number")
+    if value < least:
+        raise ValueError(f"generate: {name} is {value}, must be at least {least}")
+
+
 def check_sampling(temperature: float, top_p: float, seed: int):
-    """Raises ValueError with the sentence of the argument that is out of range."""
+    """Raises ValueError or TypeError with the sentence of the argument that is out of range or no number."""
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"generate: {name} is {value!r}, must be a number")
+    if not isinstance(seed, numbers.Integral):
+        raise TypeError(f"generate: seed is {seed!r}, must be a whole number")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"generate: temperature is {temperature}, must be 0 (greedy) or more, and finite")
     if not 0 < top_p <= 1:

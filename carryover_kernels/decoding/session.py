@@ -5,7 +5,9 @@ A round of a request whose anchor (last emitted token) has position s: the draft
 become drafter context, rows a+1..n become carried rows (DESIGN section 1).
 """
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -13,11 +15,22 @@ import torch
 from ..drafter import CarryoverDrafter
 from ..ops import verify_draft
 from .request import DecodingError, Request
-from .sampling import check_sampling, target_logits
+from .sampling import check_sampling, check_whole, target_logits
 from .stats import Clock
 from .target import PREFILL_ROWS, Target
 
 METHODS = ("rejection", "block")
+
+
+def _without_autograd(method):
+    """No gradients, and no inference mode either: caches made inside it could not be written outside, by the next call."""
+
+    @functools.wraps(method)
+    def run(*args, **kwargs):
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
 
 
 class DecodingSession:
@@ -37,6 +50,7 @@ class DecodingSession:
     A round that raised leaves the session closed to further rounds: what requests have so far stays readable and right.
     """
 
+    @_without_autograd
     def __init__(
         self,
         target: Target,
@@ -51,8 +65,12 @@ class DecodingSession:
     ):
         if method not in METHODS:
             raise ValueError(f"generate: method is '{method}', must be one of {', '.join(METHODS)}")
-        if max_requests < 1:
-            raise ValueError(f"generate: max_requests is {max_requests}, must be at least 1")
+        for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("page_size", page_size)):
+            check_whole(name, value, 1)
+        if num_draft_tokens is not None:
+            check_whole("num_draft_tokens", num_draft_tokens, 1)
+        if carryover not in (None, True, False):
+            raise TypeError(f"generate: carryover is {carryover!r}, must be True, False or None")
         self.target, self.drafter, self.max_requests, self.method = target, drafter, max_requests, method
         self.taps: tuple[int, ...] = ()
         self.num_draft_tokens, self.state = 0, None
@@ -83,7 +101,7 @@ class DecodingSession:
             self._leave(request, "interrupted")
         self.cache = self.target.new_cache()
 
-    @torch.no_grad()
+    @_without_autograd
     def join(
         self,
         prompt: Sequence[int],
@@ -102,10 +120,11 @@ class DecodingSession:
             temperature, top_p: 0 = greedy; top_p cuts the target's distribution.
             seed: of this request's random numbers; the same seed, prompt and models give the same tokens, whoever else decodes.
             stop_tokens: None = the target's end-of-sequence ids; () = none.
-            stream: called as ``stream(request, tokens, origins)`` with the new tokens after each round, and after this call.
+            stream: called as ``stream(request, tokens, origins)`` with the new tokens after each round, and after this call. What it
+                raises comes out of ``step`` (or this call) once the other requests' callbacks have run; the session can go on.
 
         Raises:
-            ValueError: a prompt, limit or sampling argument out of range; the session is unchanged.
+            ValueError, TypeError: a prompt, limit or sampling argument out of range or of the wrong kind; the session is unchanged.
             RuntimeError: no room: ``max_requests`` are active, or the drafter's pages are taken; the session is unchanged.
         """
         self._check_whole()
@@ -116,6 +135,7 @@ class DecodingSession:
         self._admit([request])
         return request
 
+    @_without_autograd
     def _admit(self, requests: list[Request]):
         """Read the prompts of ``requests`` together, unequal lengths padded at the end, and emit their first tokens."""
         joined = []
@@ -139,7 +159,7 @@ class DecodingSession:
         self._release_finished(requests)
         self._tell(news)
 
-    @torch.no_grad()
+    @_without_autograd
     def step(self) -> list[Request]:
         """One round of all active requests; gives those that took part."""
         self._check_whole()
@@ -194,14 +214,13 @@ class DecodingSession:
             raise RuntimeError("step: an earlier round was cut short, must start a new session (the requests of this one stay readable)")
 
     def _new_request(self, prompt, max_new_tokens, temperature, top_p, seed, stop_tokens, stream) -> Request:
-        prompt = [int(token) for token in prompt]
+        prompt = token_ids(prompt)
         if not prompt:
             raise ValueError("generate: prompt has 0 tokens, must have at least 1")
         outside = [token for token in prompt if not 0 <= token < self.target.vocab_size]
         if outside:
             raise ValueError(f"generate: prompt has token {outside[0]}, must be 0 to {self.target.vocab_size - 1}")
-        if max_new_tokens < 1:
-            raise ValueError(f"generate: max_new_tokens is {max_new_tokens}, must be at least 1")
+        check_whole("max_new_tokens", max_new_tokens, 1)
         check_sampling(temperature, top_p, seed)
         total = len(prompt) + max_new_tokens
         if total > self.target.max_length:
@@ -209,7 +228,7 @@ class DecodingSession:
                 f"generate: prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} need {total} positions, "
                 f"must be at most the target's {self.target.max_length}"
             )
-        stops = self.target.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
+        stops = self.target.stop_tokens if stop_tokens is None else stop_ids(stop_tokens)
         request = Request(self._joined, prompt, max_new_tokens, float(temperature), float(top_p), int(seed), stops, stream)
         request.stats.prompt_tokens = len(prompt)
         return request
@@ -348,10 +367,31 @@ class DecodingSession:
         return tokens, origins
 
     def _tell(self, news):
-        """Run the stream callbacks last: one that raises finds the session between rounds."""
+        """Run the stream callbacks last: one that raises finds the session between rounds, and the others get their tokens first."""
+        failed = None
         for request, (tokens, origins) in news:
             if request.stream is not None:
-                request.stream(request, tokens, origins)
+                try:
+                    request.stream(request, tokens, origins)
+                except Exception as error:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
+
+
+def token_ids(prompt: Sequence[int]) -> list[int]:
+    """``prompt`` as a list of ints: text or fractions are refused, not rounded."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise TypeError(f"generate: prompt is {str(prompt)[:60]!r}, must be a list of token ids") from None
+
+
+def stop_ids(stop_tokens: Iterable[int]) -> frozenset[int]:
+    try:
+        return frozenset(operator.index(token) for token in stop_tokens)
+    except TypeError:
+        raise TypeError(f"generate: stop_tokens is {stop_tokens!r}, must be token ids in a list, or () for none") from None
 
 
 def _check_pair(target: Target, drafter: CarryoverDrafter):

@@ -244,8 +244,11 @@ class Target:
         kwargs = {self._cache_name: cache, "use_cache": True, "return_dict": True}
         if keep is not None and self._keeps_logits:
             kwargs["logits_to_keep"] = torch.tensor(keep, dtype=torch.int64, device=tokens.device)
+        mask = self._mask(positions, cache.longest)
+        if cache.longest > self.max_length:  # padding behind a request's last rows: a learned table of positions has no row for it
+            positions = positions.clamp(max=self.max_length - 1)
         with self.captured(taps) as caught:
-            output = self.model(input_ids=tokens, attention_mask=self._mask(positions, cache.longest), position_ids=positions, **kwargs)
+            output = self.model(input_ids=tokens, attention_mask=mask, position_ids=positions, **kwargs)
         logits = output.logits if keep is None or self._keeps_logits else output.logits[:, keep]
         if not taps:
             return logits, None
