@@ -4,6 +4,7 @@ import importlib.machinery
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import types
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import write_tiny_models
 
 from carryover_kernels.cli import demo as demo_module
@@ -174,6 +176,56 @@ def test_refusals_are_one_sentence_and_code_2(models, arguments, sentence, capsy
 def test_refuses_a_gpu_that_is_not_there(models, capsys):
     code, _, err = run(capsys, *generate_arguments(models, "--device", "cuda"))
     assert code == 2 and "device is 'cuda', must be 'cpu': PyTorch finds no GPU here" in err
+
+
+@pytest.mark.parametrize(
+    "variable, value, sentence",
+    [
+        ("CARRYOVER_BACKEND", "CPU", "backend is 'CPU', must be one of auto, cpu, triton, cuda"),
+        ("CARRYOVER_CPU_ISA", "mmx", "CARRYOVER_CPU_ISA is 'mmx', must be one of those this machine has"),
+    ],
+)
+def test_a_wrong_variable_is_one_sentence_and_code_2(models, variable, value, sentence, backend):
+    if backend == "reference":
+        pytest.skip("a new process runs the native library, which this run may lack")
+    command = [sys.executable, "-m", "carryover_kernels.cli.main", *map(str, generate_arguments(models))]
+    done = subprocess.run(command, env=environment() | {variable: value}, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("carryover: ") and done.stderr.count("\n") == 1, done.stderr
+    assert sentence in done.stderr
+
+
+def test_logits_that_are_not_finite_are_one_sentence(models, capsys, monkeypatch):
+    judge = session_module.DecodingSession._judge
+    monkeypatch.setattr(
+        session_module.DecodingSession, "_judge", lambda self, requests, logits, *rest: judge(self, requests, logits * float("nan"), *rest)
+    )
+    code, _, err = run(capsys, *generate_arguments(models, "--no-compare"))
+    assert code == 2 and err == "carryover: generate: the target's logits of request 0 are not finite, must be finite numbers\n"
+
+
+def test_a_failure_of_ours_keeps_its_trace(models, monkeypatch, capsys):
+    monkeypatch.setattr("carryover_kernels.cli.info.run_info", lambda: (_ for _ in ()).throw(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(capsys, "info")
+
+
+def test_a_target_that_lacks_weights_is_refused(models, tmp_path, capsys):
+    """Transformers would fill them with random numbers and only warn: a drafter's folder given as the target wrote nonsense."""
+    shutil.copytree(models / "target", tmp_path / "target")
+    weights = load_file(tmp_path / "target" / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, tmp_path / "target" / "model.safetensors", {"format": "pt"})
+    code, _, err = run(capsys, "generate", "--target", tmp_path / "target", "--prompt", "x")
+    assert code == 2 and err.count("\n") == 1
+    assert "lacks the weights of model.layers.1.mlp.down_proj.weight and 0 more, must hold all of the model" in err
+
+
+def test_prompts_are_utf8_in_every_locale(models, capsys):
+    surrogates = "h\u00e9 \u2192".encode().decode("ascii", "surrogateescape")  # what Python makes of them without UTF-8
+    code, out, _ = run(capsys, "generate", "--target", models / "target", "--prompt", surrogates, "--max-new-tokens", 2)
+    assert code == 0 and "h\u00e9 \u2192" in out
+    code, _, err = run(capsys, "generate", "--target", models / "target", "--prompt", "x\udcff")
+    assert code == 2 and err == "carryover: generate: prompt holds bytes that are no text, must be UTF-8\n"
 
 
 def test_usage_errors_are_code_2(capsys):

@@ -1,5 +1,6 @@
 """``carryover generate``: any local target and drafter, text as it comes, then what it cost."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def run_generate(
     seed: int, dtype: str, device: str, carryover: bool | None, num_draft_tokens: int | None, method: str, compare: bool, chat: bool,
 ) -> int:  # fmt: skip
     console = new_console()
-    texts = [sys.stdin.read() if text == "-" else text for text in prompts or ()]
+    texts = [_as_utf8(sys.stdin.read() if text == "-" else text) for text in prompts or ()]
     if not texts:
         raise ValueError("generate: no --prompt was given, must have at least one")
     target, tokenizer = load_target(target_path, dtype, device)
@@ -60,6 +61,14 @@ def run_generate(
                 code = code if rounding else 1
     console.print(_table(rows))
     return code
+
+
+def _as_utf8(text: str) -> str:
+    """What was typed or piped, read as UTF-8 whatever the locale says: in one without UTF-8, Python hands over bytes as lone surrogates."""
+    try:
+        return os.fsencode(text).decode("utf-8") if any("\ud800" <= letter <= "\udfff" for letter in text) else text
+    except UnicodeError:
+        raise ValueError("generate: prompt holds bytes that are no text, must be UTF-8") from None
 
 
 def _encode(tokenizer, text: str, chat: bool) -> list[int]:

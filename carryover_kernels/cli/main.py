@@ -96,9 +96,12 @@ def main(arguments: list[str] | None = None):
             stream.reconfigure(errors="replace")
     try:
         app(args=arguments, prog_name="carryover")
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
         # Library code raises these with one sentence about what was given; a longer text keeps its first line.
-        print(f"carryover: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}", file=sys.stderr)
+        sentence = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, RuntimeError) and ", must " not in sentence and " cannot run" not in sentence:
+            raise  # not about what was given: the trace is wanted
+        print(f"carryover: {sentence}", file=sys.stderr)
         sys.exit(2)
 
 

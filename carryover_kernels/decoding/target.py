@@ -169,7 +169,10 @@ class Target:
         path = Path(path)
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"Target: no config.json in {path}, must be the folder of a Transformers checkpoint")
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+        model, loaded = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True)
+        missing = sorted(loaded["missing_keys"])
+        if missing:  # Transformers fills them with random numbers
+            raise ValueError(f"Target: {path} lacks the weights of {missing[0]} and {len(missing) - 1} more, must hold all of the model")
         return cls(model.to(device).eval())
 
     @property
