@@ -32,15 +32,50 @@ def call(op, *args):
     """
     if not torch.compiler.is_compiling() and _env.check_values():
         fake, check_values = _DEBUG[op]
+        _refuse_kinds(op, args)
         fake(*args)  # shapes and dtypes first: the checks of values rely on them
         check_values(*args)
     try:
         return op(*args)
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:  # AttributeError: a check written in Python met None
+        _refuse_kinds(op, args)
         refused = refusal(op._schema.name.split("::")[1], str(error))
         if refused is None:
             raise
         raise refused from None
+
+
+def _refuse_kinds(op, args):
+    """Raise ``TypeError`` with one sentence for the first argument that is not of the schema's kind.
+
+    Called once PyTorch or a backend has failed: PyTorch's own text is many lines, and lets None through where a tensor must be.
+    """
+    name = op._schema.name.split("::")[1]
+    for argument, value in zip(op._schema.arguments, args):
+        kind = str(argument.type)
+        optional, is_list = kind.startswith("Optional["), kind.startswith("List[")
+        if value is None and optional:
+            continue
+        inner = kind.removeprefix("Optional[").removeprefix("List[").rstrip("]")
+        if not is_list:
+            _refuse_kind(name, argument.name, value, inner)
+        elif not isinstance(value, list | tuple):
+            raise TypeError(f"{name}: {argument.name} is of type {type(value).__name__}, must be a list of tensors")
+        else:
+            for index, one in enumerate(value):
+                _refuse_kind(name, f"{argument.name}[{index}]", one, inner)
+
+
+KINDS = {"Tensor": ("a tensor", ()), "int": ("an integer", (int,)), "float": ("a number", (int, float)), "bool": ("a bool", (int,))}
+KINDS["str"] = ("a string", (str,))
+
+
+def _refuse_kind(op: str, name: str, value, kind: str):
+    wanted, types = KINDS[kind]
+    if not isinstance(value, (torch.Tensor, *types)):  # PyTorch turns a tensor of one element into a number itself
+        raise TypeError(f"{op}: {name} is of type {type(value).__name__}, must be {wanted}")
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} has layout {value.layout}, must be torch.strided")
 
 
 def refusal(name: str, text: str) -> Exception | None:
