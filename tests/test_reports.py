@@ -94,6 +94,7 @@ def test_r05_the_last_layers_tap_is_the_stream_before_the_norm(qwen):
     with torch.no_grad():
         normed = target.model(input_ids=ids, output_hidden_states=True).hidden_states[4]
         torch.testing.assert_close(target.model.model.norm(states), normed)
+    assert not torch.allclose(states, normed)  # a norm of all ones leaves what is normed as it is: the line above holds for both
     with pytest.raises(ValueError, match="Target: tap 4 must be a layer of the target, -1 .* to 3"):
         target.run(cache, 0, ids, (4,))
 

@@ -325,6 +325,7 @@ REFUSALS = {
     ),
     "target_logits is None, must be given with method 'rejection'": ({}, bad(target_logits=None)),
     "target_argmax is given, must be None with method 'rejection'": ({}, bad(target_argmax=torch.zeros(14, dtype=torch.int64))),
+    "target_logits' vocabulary is 0, must be at least 1": ({}, bad(target_logits=lambda t: t[:, :0])),
     "target_logits has dtype float64, must be float32, bfloat16 or float16": ({}, bad(target_logits=lambda t: t.double())),
     "target_logits has stride 2 in its last dimension, must be 1": ({}, bad(target_logits=lambda t: t.repeat_interleave(2, 1)[:, ::2])),
     "target_argmax has dtype int32, must be int64": (GREEDY, bad(target_logits=None, target_argmax=torch.zeros(14, dtype=torch.int32))),

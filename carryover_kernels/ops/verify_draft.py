@@ -28,6 +28,8 @@ def _check(draft_tokens, query_start_loc, target_logits, target_argmax, draft_pr
         check.require(target_logits is not None, f"target_logits is None, must be given with method '{method}'")
         check.require(target_argmax is None, f"target_argmax is given, must be None with method '{method}'")
     check.optional("target_logits", target_logits, "T V", ACTIVATIONS, last_contiguous=True)
+    if target_logits is not None:
+        check.at_least("target_logits' vocabulary", target_logits.shape[1], 1)
     check.optional("target_argmax", target_argmax, "T", INT64, contiguous=True)
     if method == "greedy":
         check.require(draft_probs is None, "draft_probs is given, must be None with method 'greedy'")

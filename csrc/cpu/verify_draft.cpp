@@ -117,6 +117,7 @@ std::tuple<Tensor, Tensor, Tensor> cpu::verify_draft(
     check.require(!target_argmax, "target_argmax is given, must be None with method '" + method + "'");
   }
   check.tensor("target_logits", target_logits, "T V", kActivations, Layout::last_contiguous);
+  if (target_logits) check.at_least("target_logits' vocabulary", target_logits->size(1), 1);
   check.tensor("target_argmax", target_argmax, "T", kInt64, Layout::contiguous);
   if (method == "greedy") {
     check.require(!draft_probs, "draft_probs is given, must be None with method 'greedy'");
