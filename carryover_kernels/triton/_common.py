@@ -22,12 +22,27 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def nearest(x, KEPT: tl.constexpr, SMALLEST_NORMAL: tl.constexpr):
+    """float32 x to the nearest value, ties to even, with KEPT bits after the point; below SMALLEST_NORMAL the step stays what it is there."""
+    CUT: tl.constexpr = 23 - KEPT
+    bits = x.to(tl.uint32, bitcast=True)
+    up = (bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)) & (0xFFFFFFFF - ((1 << CUT) - 1))
+    normal = up.to(tl.uint32).to(tl.float32, bitcast=True)
+    magic = 1.5 * SMALLEST_NORMAL * (1 << CUT)  # its own last bit is that step, so the addition rounds
+    x = tl.where(x == x, tl.where(tl.abs(x) < SMALLEST_NORMAL, (x + magic) - magic, normal), x)
+    return x
+
+
+@triton.jit
 def cast(x, DTYPE: tl.constexpr):
-    """float32 to DTYPE, to nearest even as the GPU rounds; the interpreter would cut bf16 off, so there it is rounded by hand first."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
-        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
-        up = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        x = tl.where(x == x, up.to(tl.uint32).to(tl.float32, bitcast=True), x)
+    """float32 to DTYPE, to nearest even as the GPU rounds; the interpreter cuts bf16 and fp8 off, so there x is rounded by hand first."""
+    if INTERPRETED:
+        if DTYPE == tl.bfloat16:
+            x = nearest(x.to(tl.float32), 7, 1.1754943508222875e-38)
+        if DTYPE == tl.float8e4nv:
+            x = nearest(x.to(tl.float32), 3, 0.015625)
+        if DTYPE == tl.float8e5:
+            x = nearest(x.to(tl.float32), 2, 6.103515625e-05)
     return x.to(DTYPE)
 
 

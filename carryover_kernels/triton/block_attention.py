@@ -209,7 +209,8 @@ def block_attention_triton(
         return
     kv_heads, (pages, page_size) = k_block.shape[2], k_cache.shape[:2]
     group, columns = q_heads // kv_heads, block_table.shape[1]
-    tile = config("block_attention", head_dim=head_dim, rows=group * block_rows, dtype=q.dtype)
+    wide = torch.float32 in (q.dtype, k_cache.dtype)  # then the products are float32's, which need smaller tiles
+    tile = config("block_attention", head_dim=head_dim, rows=group * block_rows, dtype=torch.float32 if wide else q.dtype)
     row_tiles = triton.cdiv(group * block_rows, tile.BLOCK_M)
     splits = num_splits or plan_splits(requests * kv_heads * row_tiles, columns * page_size, q.device, tile.BLOCK_N)
     partial = state = None

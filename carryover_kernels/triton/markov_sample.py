@@ -1,4 +1,4 @@
-"""``markov_sample``: per step one program a request for the head, then the vocabulary split across programs; nothing returns to the host.
+"""``markov_sample``: per step a few programs a request for the head, then the vocabulary split across programs; nothing returns to the host.
 
 The argmax of a step is merged from its splits by the next step's head program, so N steps are 2 N + 1 launches in a row.
 """
@@ -7,21 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ._common import STREAM_DRAFT, gumbels
+from ._common import STREAM_DRAFT, gumbels, tanh
 from ._configs import config
 
 
 @triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def signed_tanh(x):
-    # Small x loses digits here; z is rounded to far fewer by what follows it.
-    e = tl.exp(-2.0 * tl.abs(x))
-    t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)
 
 
 @triton.jit
@@ -38,7 +30,7 @@ def matvec(weight_ptr, rows, columns, x_ptr, count, BLOCK_R: tl.constexpr, BLOCK
 
 @triton.jit(do_not_specialize=["step"])  # one compilation for all steps of a block
 def head_kernel(
-    tokens_ptr, confidence_ptr, w_ptr, z_ptr, state_ptr,
+    tokens_ptr, confidence_ptr, z_ptr, state_ptr,
 
     best_ptr, best_id_ptr, anchor_tokens_ptr, draft_to_target_ptr, markov_w1_ptr, hidden_ptr, head_weight_ptr, head_bias_ptr,
     confidence_weight_ptr, confidence_bias_ptr,
@@ -50,8 +42,9 @@ def head_kernel(
     HEAD: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_REMAP: tl.constexpr, HAS_CONFIDENCE: tl.constexpr, HAS_CONFIDENCE_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # Grid (R). A program writes token step - 1 of its request, then w = W1[token] and z of step `step`. step == steps only writes.
-    r = tl.program_id(0).to(tl.int64)
+    # Grid (R, ceil(rank / BLOCK_R)). A program merges token step - 1 of its request, then owns BLOCK_R units of z (and of the state) of
+    # step `step`; the first of a request also writes the token and the confidence. step == steps only writes the token.
+    r, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     anchor = tl.load(anchor_tokens_ptr + r)
     previous = anchor
     if step > 0:
@@ -63,68 +56,59 @@ def head_kernel(
         if HAS_REMAP:
             token += tl.load(draft_to_target_ptr + token)
         token = tl.where(anchor < 0, -1, token)
-        tl.store(tokens_ptr + r * steps + step - 1, token)
+        if part == 0:
+            tl.store(tokens_ptr + r * steps + step - 1, token)
         previous = token
     if step < steps:
-        h_ptr = hidden_ptr + r * stride_hidden_request + step * stride_hidden_row
+        if HEAD == "gated" or HEAD == "rnn" or HAS_CONFIDENCE:  # no other reads hidden, which may be absent
+            h_ptr = hidden_ptr + r * stride_hidden_request + step * stride_hidden_row
         known = (anchor >= 0) & (previous >= 0) & (previous < table_rows)
+        row = tl.where(known, previous, 0).to(tl.int64) * rank  # of W1; a token without a row counts as zeros
+        known_rank = tl.where(known, rank, 0)
+        unit = part * BLOCK_R + tl.arange(0, BLOCK_R)
+        there = unit < rank
+        live = unit < tl.where(anchor >= 0, rank, 0)
         if HAS_TABLE:
-            for begin in range(0, rank, BLOCK_R):
-                unit = begin + tl.arange(0, BLOCK_R)
-                w = tl.load(markov_w1_ptr + previous * rank + unit, mask=unit < tl.where(known, rank, 0), other=0.0).to(tl.float32)
-                tl.store(w_ptr + r * rank + unit, w, mask=unit < rank)
-                if HEAD == "vanilla":
-                    tl.store(z_ptr + r * rank + unit, w, mask=unit < rank)
-            tl.debug_barrier()  # w is read back by other lanes of this program
+            w = tl.load(markov_w1_ptr + row + unit, mask=unit < known_rank, other=0.0).to(tl.float32)
+        if HEAD == "vanilla":
+            tl.store(z_ptr + r * rank + unit, w, mask=there)
         if HEAD == "gated":
             columns = (hidden_size + rank).to(tl.int64)
-            for begin in range(0, rank, BLOCK_R):
-                unit = begin + tl.arange(0, BLOCK_R)
-                rows = tl.where(unit < tl.where(anchor >= 0, rank, 0), unit * columns, -1)
-                x = matvec(head_weight_ptr, rows, 0, h_ptr, hidden_size, BLOCK_R, BLOCK_K)
-                x += matvec(head_weight_ptr, rows, hidden_size, w_ptr + r * rank, rank, BLOCK_R, BLOCK_K)
-                if HAS_BIAS:
-                    x += tl.load(head_bias_ptr + unit, mask=unit < rank, other=0.0)
-                w = tl.load(w_ptr + r * rank + unit, mask=unit < rank, other=0.0)
-                tl.store(z_ptr + r * rank + unit, sigmoid(x) * w, mask=unit < rank)
+            rows = tl.where(live, unit * columns, -1)
+            x = matvec(head_weight_ptr, rows, 0, h_ptr, hidden_size, BLOCK_R, BLOCK_K)
+            x += matvec(head_weight_ptr, rows, hidden_size, markov_w1_ptr + row, known_rank, BLOCK_R, BLOCK_K)
+            if HAS_BIAS:
+                x += tl.load(head_bias_ptr + unit, mask=there, other=0.0)
+            tl.store(z_ptr + r * rank + unit, sigmoid(x) * w, mask=there)
         if HEAD == "rnn":
             columns = (hidden_size + 2 * rank).to(tl.int64)
             # Two copies of the state: the step reads one whole while it writes the other.
             old_ptr, new_ptr = state_ptr + (2 * r + step % 2) * rank, state_ptr + (2 * r + (step + 1) % 2) * rank
-            for begin in range(0, rank, BLOCK_R):
-                unit = begin + tl.arange(0, BLOCK_R)
-                live = unit < tl.where(anchor >= 0, rank, 0)
-                rows = tl.where(live, unit * columns, -1)
-                a = matvec(head_weight_ptr, rows, 0, old_ptr, rank, BLOCK_R, BLOCK_K)
-                a += matvec(head_weight_ptr, rows, rank, w_ptr + r * rank, rank, BLOCK_R, BLOCK_K)
-                a += matvec(head_weight_ptr, rows, 2 * rank, h_ptr, hidden_size, BLOCK_R, BLOCK_K)
-                rows = tl.where(live, (rank + unit) * columns, -1)
-                c = matvec(head_weight_ptr, rows, 0, old_ptr, rank, BLOCK_R, BLOCK_K)
-                c += matvec(head_weight_ptr, rows, rank, w_ptr + r * rank, rank, BLOCK_R, BLOCK_K)
-                c += matvec(head_weight_ptr, rows, 2 * rank, h_ptr, hidden_size, BLOCK_R, BLOCK_K)
-                rows = tl.where(live, (2 * rank + unit) * columns, -1)
-                o = matvec(head_weight_ptr, rows, 0, old_ptr, rank, BLOCK_R, BLOCK_K)
-                o += matvec(head_weight_ptr, rows, rank, w_ptr + r * rank, rank, BLOCK_R, BLOCK_K)
-                o += matvec(head_weight_ptr, rows, 2 * rank, h_ptr, hidden_size, BLOCK_R, BLOCK_K)
+            for gate in tl.static_range(3):  # forget, candidate, output: the rows of one weight
+                rows = tl.where(live, (gate * rank + unit) * columns, -1)
+                x = matvec(head_weight_ptr, rows, 0, old_ptr, rank, BLOCK_R, BLOCK_K)
+                x += matvec(head_weight_ptr, rows, rank, markov_w1_ptr + row, known_rank, BLOCK_R, BLOCK_K)
+                x += matvec(head_weight_ptr, rows, 2 * rank, h_ptr, hidden_size, BLOCK_R, BLOCK_K)
                 if HAS_BIAS:
-                    a += tl.load(head_bias_ptr + unit, mask=unit < rank, other=0.0)
-                    c += tl.load(head_bias_ptr + rank + unit, mask=unit < rank, other=0.0)
-                    o += tl.load(head_bias_ptr + 2 * rank + unit, mask=unit < rank, other=0.0)
-                gate = sigmoid(a)
-                before = tl.load(old_ptr + unit, mask=unit < rank, other=0.0)
-                tl.store(new_ptr + unit, gate * before + (1.0 - gate) * signed_tanh(c), mask=unit < rank)
-                tl.store(z_ptr + r * rank + unit, signed_tanh(o), mask=unit < rank)
-        if HAS_CONFIDENCE:
+                    x += tl.load(head_bias_ptr + gate * rank + unit, mask=there, other=0.0)
+                if gate == 0:
+                    forget = sigmoid(x)
+                elif gate == 1:
+                    before = tl.load(old_ptr + unit, mask=there, other=0.0)
+                    tl.store(new_ptr + unit, forget * before + (1.0 - forget) * tanh(x), mask=there)
+                else:
+                    tl.store(z_ptr + r * rank + unit, tanh(x), mask=there)
+        if HAS_CONFIDENCE and part == 0:
             total = tl.zeros((BLOCK_K,), tl.float32)
             for begin in range(0, tl.where(anchor >= 0, hidden_size, 0), BLOCK_K):
                 k = begin + tl.arange(0, BLOCK_K)
                 h = tl.load(h_ptr + k, mask=k < hidden_size, other=0.0).to(tl.float32)
                 total += h * tl.load(confidence_weight_ptr + k, mask=k < hidden_size, other=0.0)
             if HAS_TABLE and confidence_width > hidden_size:
-                for begin in range(0, rank, BLOCK_K):
+                for begin in range(0, known_rank, BLOCK_K):
                     k = begin + tl.arange(0, BLOCK_K)
-                    w = tl.load(w_ptr + r * rank + k, mask=k < rank, other=0.0)
-                    total += w * tl.load(confidence_weight_ptr + hidden_size + k, mask=k < rank, other=0.0)
+                    w_all = tl.load(markov_w1_ptr + row + k, mask=k < known_rank, other=0.0).to(tl.float32)
+                    total += w_all * tl.load(confidence_weight_ptr + hidden_size + k, mask=k < known_rank, other=0.0)
             logit = tl.sum(total)
             if HAS_CONFIDENCE_BIAS:
                 logit += tl.load(confidence_bias_ptr)
@@ -227,15 +211,15 @@ def markov_sample_triton(
     def floats(*shape):
         return base_logits.new_empty(shape, dtype=torch.float32)
 
-    w, z, state = floats(requests, rank), floats(requests, rank), base_logits.new_zeros((requests, 2, rank), dtype=torch.float32)
+    z, state = floats(requests, rank), base_logits.new_zeros((requests, 2, rank), dtype=torch.float32)
     best, most, total = floats(requests, splits), floats(requests, splits), floats(requests, splits)
     best_id = base_logits.new_empty((requests, splits), dtype=torch.int32)
     kept = logits if return_logits else floats(requests, steps, vocab) if keep else None
     strides = hidden.stride()[:2] if hidden is not None else (0, 0)
 
     def run_head(step):
-        head_kernel[(requests,)](
-            tokens, confidence, w, z, state, best, best_id, anchor_tokens, draft_to_target, markov_w1, hidden, head_weight, head_bias,
+        head_kernel[(requests, max(1, triton.cdiv(rank, tile.BLOCK_R)))](
+            tokens, confidence, z, state, best, best_id, anchor_tokens, draft_to_target, markov_w1, hidden, head_weight, head_bias,
             confidence_weight, confidence_bias, *strides, step, steps, markov_w1.shape[0] if rank else 0, rank, hidden_size,
             confidence_weight.shape[1] if confidence_weight is not None else 0, head, rank > 0, draft_to_target is not None,
             confidence_weight is not None, confidence_bias is not None, head_bias is not None, splits, block_splits, tile.BLOCK_R, 128,

@@ -207,12 +207,13 @@ SHAPES = {
         *(replace(SMALL, name=f"head dim {D}", D=D, rotary_dim=D // 2) for D in (64, 80, 96, 256)),
         replace(SMALL, name="window, softcap", window_left=2047, softcap=30.0, dtype=torch.float16, B=4),
         replace(SMALL, name="fp8 e4m3 cache", cache_dtype=torch.float8_e4m3fn),
-        replace(SMALL, name="fp8 e5m2 cache", cache_dtype=torch.float8_e5m2, dtype=torch.float16),
+        replace(SMALL, name="fp8 e5m2 cache", cache_dtype=torch.float8_e5m2, dtype=torch.float16, B=8),
         replace(SMALL, name="float32", dtype=torch.float32, D=128),
         replace(SMALL, name="float32 head dim 256", dtype=torch.float32, D=256),
         replace(SMALL, name="bf16, float32 cache", cache_dtype=torch.float32),
     )
 }
+WHOLE = ("qwen3-4b", "gemma4-12b")  # all kernels of a round; the other shapes add the GEMM-shaped ones
 # Where the tile table and the tensor cores matter.
 GEMM_SHAPED = ("project_fc_kernel", "project_kv_kernel", "block_attention_kernel")
 
@@ -248,34 +249,24 @@ def tile(launch: Launch) -> dict:
     return {name: value for name, value in launch.values.items() if name.startswith("BLOCK")} | launch.options
 
 
-def warm(shape: Shape, capability: int, only=(), report=None) -> int:
-    """Compile what a round of ``shape`` launches into Triton's disk cache; ``report(launch, compiled or the exception)`` hears of each."""
-    launches = [launch for launch in specializations(shape, capability) if not only or launch.kernel.__name__ in only]
-    for launch in launches:
-        try:
-            result = compile_for(launch, capability)
-        except Exception as error:  # Triton's compiler raises many kinds; the report says which kernel it was
-            if report is None:
-                raise
-            result = error
-        if report is not None:
-            report(launch, result)
-    return len(launches)
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m carryover_kernels.triton.warmup", description=__doc__)
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, required=True)
-    parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--only", nargs="*", default=())
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     options = parser.parse_args(argv)
-
-    def line(launch, result):
-        row = {"kernel": launch.kernel.__name__, "grid": launch.grid, "tile": tile(launch)}
-        row |= {"error": f"{type(result).__name__}: {str(result)[:400]}"} if isinstance(result, Exception) else figures(result)
-        print(json.dumps(row), flush=True)
-
-    warm(SHAPES[options.shape], options.arch, options.only, line)
+    compiled = set()  # what two shapes share is compiled and listed once
+    for name in options.shape:
+        for launch in specializations(SHAPES[name], options.arch):
+            kernel = launch.kernel.__name__
+            if _key(launch) in compiled or not (name in WHOLE or kernel in GEMM_SHAPED):
+                continue
+            compiled.add(_key(launch))
+            row = {"shape": name, "kernel": kernel, "grid": launch.grid, "tile": tile(launch)}
+            try:
+                row |= figures(compile_for(launch, options.arch))
+            except Exception as error:  # Triton's compiler raises many kinds; the row says which kernel it was
+                row["error"] = f"{type(error).__name__}: {str(error)[-400:]}"
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
