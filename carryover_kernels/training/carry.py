@@ -166,10 +166,15 @@ def recall(model, target, records, *, anchors, seed, ks=(1, 16), batch=16, draft
 
 
 @torch.no_grad()
-def chained(model, target, records, *, carry, batch=32):
-    """Greedy decoding replayed over greedy records: each round drafts with what its own last round left behind. The
-    record is what the target says, so agreement with it is verification. -> list of (tokens, rounds, accepted each)."""
+def chained(model, target, records, *, carry, batch=32, details=False):
+    """Decoding replayed over records: each round drafts greedily with what its own last round left behind. Agreement with the
+    record is verification: of a greedy record exactly, of a sampled one by the coupling "the target sampled this".
+
+    carry: True or "on", False or "off", or "shuffled" (each prompt carries another one's rows).
+    -> list of (tokens, rounds, accepted each); details adds how many drafts after the first rejected one agree all the same.
+    """
     results = [None] * len(records)
+    on, shuffled = carry in (True, "on", "shuffled"), carry == "shuffled"
     order = sorted(range(len(records)), key=lambda i: len(records[i].ids))
     steps = torch.arange(model.c.proposals)
     for begin in range(0, len(order), batch):
@@ -178,42 +183,47 @@ def chained(model, target, records, *, carry, batch=32):
         features, past = rollout.record_pass(target, ids, model.c.taps)
         outside = rollout.context_keys(model, features)
         anchors = torch.tensor([[records[j].start] for j in part])
-        history = [[] for _ in part]
-        tokens = [0] * len(part)
+        history, tokens, again = [[] for _ in part], [0] * len(part), [0] * len(part)
         left = None
         while True:
             active = anchors[:, 0] < lengths - 1
             if not active.any():
                 break
-            rows = rollout.draft_rows(model, features, lengths, ids, anchors, left if carry else None, outside)
+            rows = rollout.draft_rows(model, features, lengths, ids, anchors, left, outside)
             drafts, _ = model.propose(rows, torch.gather(ids, 1, anchors))
             labels, kept = data.block_labels(ids, lengths, anchors, active[:, None], model.c.proposals)
-            accepted = torch.cumprod(((drafts == labels) & kept).long(), -1).sum(-1)
-            if carry:
+            agrees = (drafts == labels) & kept
+            accepted = torch.cumprod(agrees.long(), -1).sum(-1)
+            after = (agrees & (steps > accepted[..., None])).sum(-1)
+            if on:
                 states = rollout.verify_branches(target, past, lengths, anchors, drafts, model.c.taps)
                 past.crop(-model.c.proposals)
                 rejected = (steps >= accepted[..., None]) & active[:, None, None]
-                left = (states, anchors[..., None] + 1 + steps, rejected)
-            for row, on in enumerate(active.tolist()):
-                if on:
+                positions = anchors[..., None] + 1 + steps
+                if shuffled:  # as many rows as its own, at its own positions, of the neighbour's branch
+                    states = states.roll(1, 0)
+                left = (states, positions, rejected)
+            for row, at_work in enumerate(active.tolist()):
+                if at_work:
                     m = int(accepted[row, 0])
                     tokens[row] += min(m + 1, int(lengths[row]) - 1 - int(anchors[row, 0]))
                     history[row].append(m)
+                    again[row] += int(after[row, 0])
             anchors = torch.where(active[:, None], anchors + accepted + 1, anchors).clamp_max(ids.shape[1] - 1)
         for row, j in enumerate(part):
-            results[j] = (tokens[row], len(history[row]), history[row])
+            results[j] = (tokens[row], len(history[row]), history[row], *([again[row]] if details else []))
     return results
 
 
 def acceptance_length(results):
     """Tokens / rounds over all results: micro-averaged, the bonus counted."""
-    return sum(t for t, _, _ in results) / max(1, sum(r for _, r, _ in results))
+    return sum(x[0] for x in results) / max(1, sum(x[1] for x in results))
 
 
 def paired_bootstrap(one, other, draws=10000, seed=0):
     """Relative gain of `one` over `other` in acceptance length and its 95 % interval; the unit is the prompt."""
-    a = torch.tensor([[t, r] for t, r, _ in one], dtype=torch.float64)
-    b = torch.tensor([[t, r] for t, r, _ in other], dtype=torch.float64)
+    a = torch.tensor([x[:2] for x in one], dtype=torch.float64)
+    b = torch.tensor([x[:2] for x in other], dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(one), (draws, len(one)), generator=generator)
     ratio = [x[picks].sum(1) for x in (a, b)]

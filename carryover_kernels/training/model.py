@@ -124,6 +124,7 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.c = c
+        self.watch = None  # a list gets each pass's attention on carried rows [N, A, B], mean over heads
         self.q_proj = nn.Linear(c.hidden, c.heads * c.head_dim, bias=False)
         self.k_proj = nn.Linear(c.hidden, c.kv_heads * c.head_dim, bias=False)
         self.v_proj = nn.Linear(c.hidden, c.kv_heads * c.head_dim, bias=False)
@@ -144,7 +145,7 @@ class Attention(nn.Module):
         q = rope(q, positions, self.c.theta)
         own = self.keys(x, positions)
         if isinstance(mask, tuple):
-            return self.o_proj(attention_apart(q, outside, own, carried, *mask).flatten(2))
+            return self.o_proj(attention_apart(q, outside, own, carried, *mask, self.watch).flatten(2))
         k, v = (torch.cat([there, here], 1).transpose(1, 2) for there, here in zip(outside, own, strict=True))
         if torch.is_tensor(mask):
             out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
@@ -153,7 +154,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-def attention_apart(q, context, own, carried, sees_context, sees_own):
+def attention_apart(q, context, own, carried, sees_context, sees_own, watch=None):
     """Attention of A blocks of a sequence, each over the shared context and its own rows only. q [N, A * B, heads, D];
     context k, v [N, S, kv_heads, D]; own [N, A * B, kv_heads, D]; carried [N, A, G, kv_heads, D] or None."""
     n, rows, heads, d = q.shape
@@ -174,6 +175,8 @@ def attention_apart(q, context, own, carried, sees_context, sees_own):
     near = near.float().masked_fill(~sees_own[:, :, :, None], -torch.inf).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
     weights = torch.softmax(torch.cat([far, near], -1), -1).to(v.dtype)
     far, near = weights.split([k.shape[2], weights.shape[-1] - k.shape[2]], -1)
+    if watch is not None and carried is not None:
+        watch.append(near[..., : carried[0].shape[2]].float().sum(-1).mean((1, 2)).unflatten(1, (count, -1)))
     out = (far.flatten(2, 3) @ v).view(n, kv, group, rows, d)
     near = near.unflatten(3, (count, -1)).permute(0, 3, 1, 2, 4, 5).flatten(3, 4)
     near = (near @ own_v).unflatten(3, (group, -1)).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)

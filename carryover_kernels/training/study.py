@@ -1,150 +1,257 @@
-"""The small-scale study: cells of equal steps from one baseline, recall and acceptance length on held-out prompts.
+"""The small-scale study: does a drafter gain from the target's states of rejected drafts, and when?
 
-python -m carryover_kernels.training.study --embedded WORK --work DIR --out study.json [--cells none carryover] [--steps N]
+python -m carryover_kernels.training.study --models DIR --work DIR --out study.json [--pairs ...] [--cells ...] [--steps N] [--seeds ...]
 
-WORK is the work folder of carryover_kernels.training.embedded: its target, its baseline drafter and its records. A cell that
-is finished is not run again. No number is typed by hand: study.json holds all of them.
+From the embedded target and drafter: records of the target (training and held-out prompts), baselines of other depths, the
+rejected branches of each baseline, the cells (equal steps, data order and moved anchors), and their measures. What is finished is
+not run again, so a run that was stopped goes on. No number is typed by hand: study.json holds all of them, study_docs writes the
+tables and plots from it.
 """
 
 import argparse
 import json
+import os
 import time
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from carryover_kernels.training import carry, corpus, data, embedded, parallel
+from carryover_kernels.training import cache, carry, corpus, data, embedded, evaluation, measures, parallel
 from carryover_kernels.training.loop import Loop, make_optimizers, progress_bar, write_json
 from carryover_kernels.training.model import DraftModel
 
-# What differs between cells. Rates and mark_scale are in sizes of a row (carry.set_mark).
+# A pair is the embedded target with a baseline. Of another depth than the embedded drafter's, the baseline starts from
+# that one's fc, norms and first layers and is trained on (cell "plain"), up to a learning rate of zero.
+PAIRS = {"layers_3": 3, "layers_2": 2, "layers_1": 1}
+
+# What differs between cells. Rates and mark_scale of the mark are in sizes of a row (carry.set_mark).
 CELLS = {
     "plain": {"mode": "plain"},
     "none": {"mode": "none"},
-    "carryover": {"mode": "carryover", "share": 0.8, "mark_scale": 1.0},
-    "carryover_share_1": {"mode": "carryover", "share": 1.0, "mark_scale": 1.0},
-    "carryover_post_norm": {"mode": "carryover", "share": 0.8, "mark_scale": 1.0, "mark_site": "post_norm"},
-    "carryover_zero_mark": {"mode": "carryover", "share": 0.8, "mark_scale": 0.0},
+    "carryover": {"mode": "carryover"},
+    "carryover_post_norm": {"mode": "carryover", "mark_site": "post_norm"},
+    "carryover_zero_mark": {"mode": "carryover", "mark_scale": 0.0},
 }
-COMMON = {"lr": 1e-3, "muon_lr": 1.5e-3, "mark_lr": 5e-3, "batch": 12, "anchors": 12, "warmup": 20}
-HELD_OUT = {"substitution": 192, "code": 64, "records": 64, "text": 64}
 
 
-def held_out(work, target, tokenizer, counts, name="study"):
-    """Greedy records of held-out prompts that neither training nor the embedded evaluation uses. name: "study", or "tuning"
-    for the prompts by which settings are chosen."""
+@dataclass(frozen=True)
+class Settings:
+    """All that decides the study's result beside the embedded models and the interpreter's standard library."""
+
+    records: int = 3840
+    new_tokens: int = 128
+    anchors_kept: int = 32
+    limit_gb: float = 4.0  # of each pair's branches on disk
+    base_steps: int = 1000
+    base_lr: float = 1.5e-3
+    base_muon_lr: float = 3e-3
+    base_batch: int = 8
+    base_anchors: int = 24
+    steps: int = 1000
+    lr: float = 1e-3
+    muon_lr: float = 2e-3
+    mark_lr: float = 5e-3
+    mark_scale: float = 1.0
+    share: float = 0.9
+    carrying: float = 0.85
+    batch: int = 8
+    anchors: int = 20
+    warmup: int = 20
+    held_out: int = 256  # prompts a kind, answered greedily
+    held_out_sampled: int = 128  # prompts a kind, answered at temperature 0.7
+    recall_prompts: int = 128
+
+
+QUICK = dict(records=64, new_tokens=32, anchors_kept=8, base_steps=4, steps=4, base_batch=4, base_anchors=8, batch=4, anchors=6,
+             warmup=1, held_out=4, held_out_sampled=4, recall_prompts=4)
+
+
+def held_out(work, target, tokenizer, settings, name="study", temperature=0.0):
+    """Records of held-out prompts that neither training nor the embedded evaluation uses, greedy or sampled. name:
+    "study", or "tuning" for the prompts by which settings are chosen."""
     files, _ = corpus.standard_library()
-    samples = [corpus.task(kind, f"{name}/{i}", held_out=True) for kind in corpus.TASKS for i in range(counts[kind])]
-    samples += corpus.text_prompts(files, counts["text"], name, held_out=True)
+    n = settings.held_out_sampled if temperature else settings.held_out
+    samples = [corpus.task(kind, f"{name}/{i}", held_out=True) for kind in corpus.TASKS for i in range(n)]
+    samples += corpus.text_prompts(files, n, name, held_out=True)
     prompts = list(zip([s.kind for s in samples], data.encode(tokenizer, [s.prompt for s in samples]), strict=True))
-    with progress_bar(f"{name} responses", len(prompts)) as tick:
+    folder = work / (f"{name}_prompts" + (f"_t{temperature:g}" if temperature else ""))
+    with progress_bar(folder.name, len(prompts)) as tick:
         records = data.record(
-            target, prompts, work / f"{name}_prompts", max_new_tokens=embedded.Settings().new_tokens,
-            end_token=tokenizer.eos_token_id, batch=64, on_batch=tick,
+            target, prompts, folder, max_new_tokens=settings.new_tokens, end_token=tokenizer.eos_token_id,
+            temperatures=(temperature,), batch=64, seed=2, on_batch=tick,
         )
     return [r for r in records if len(r.ids) - r.start > 2]
 
 
-def load_cell(cell, base, target, records, seed):
-    """The baseline's weights, with a mark where the cell carries. -> model, size of the rows that the mark meets."""
-    embed = target.get_input_embeddings().weight.detach()
-    site = cell.get("mark_site", "pre_norm") if cell["mode"] == "carryover" else None
-    model = DraftModel.load(base, embed=embed, head=embed, mark=site)
-    if site is None:
-        return model, 1.0
-    ids, _ = data.pad_records(records[:8])
-    return model, carry.set_mark(model, cell["mark_scale"], seed + 11, data.tap_states(target, ids, model.c.taps))
+class Study:
+    """Target, prompts and records of a work folder."""
 
+    def __init__(self, models, work, settings):
+        self.models, self.work, self.settings = Path(models), Path(work), settings
+        self.target, self.tokenizer = data.load_target(self.models / "target")
+        self.embed = self.target.get_input_embeddings().weight.detach()
+        files, self.library = corpus.standard_library()
+        made = embedded.Settings(records=settings.records, new_tokens=settings.new_tokens)
+        writer = data.load_target(self.models / "target", torch.bfloat16)[0]
+        found = embedded.write_records(made, self.work, files, self.tokenizer, writer)
+        self.records = [r for r in found if len(r.ids) - r.start > 2]
 
-def recalls(model, target, held, prompts):
-    return {
-        kind: carry.recall(model, target, [r for r in held if r.kind == kind][:prompts], anchors=8, seed=1)
-        for kind in corpus.KINDS
-    }
+    @cached_property
+    def held(self):
+        """Records of held-out prompts by temperature."""
+        return {f"{t:g}": held_out(self.work, self.target, self.tokenizer, self.settings, temperature=t) for t in (0.0, 0.7)}
 
+    def load(self, folder, mark=None):
+        return DraftModel.load(folder, embed=self.embed, head=self.embed, mark=mark)
 
-def run_cell(name, steps, seed, base, work, target, records, held):
-    """Trains and measures one cell; its own JSON is written as soon as it is complete."""
-    done = work / f"{name}.json"
-    if done.exists():
-        return json.loads(done.read_text())
-    cell = CELLS[name]
-    model, size = load_cell(cell, base, target, records, seed)
-    carries = cell["mode"] == "carryover"
-    result = {"name": name, "cell": cell, "common": COMMON, "steps": steps, "seed": seed, "row_size": size}
-    if carries:
-        result["recall_before"] = recalls(model, target, held, 16)
-    loop = Loop(model, make_optimizers(model, COMMON["lr"], COMMON["muon_lr"], mark_lr=COMMON["mark_lr"] * size),
-                work / name, steps, warmup=COMMON["warmup"], log_every=5, name=name)
-    loop.resume()
-    began = time.monotonic()
-    settings = carry.CarrySettings(mode=cell["mode"], share=cell.get("share", 0.0))
-    loop.run(carry.carry_step(parallel.wrap(model), target, records, settings, seed=seed, batch=COMMON["batch"], anchors=COMMON["anchors"]))
-    result["seconds"] = time.monotonic() - began
-    model.save(work / name / "model")
-    model = DraftModel.load(work / name / "model", embed=model.embed, head=model.head)  # as shipped: rounded to bf16
-    if carries:
-        result["recall"] = recalls(model, target, held, 64)
-    result["chained"] = {
-        side: carry.chained(model, target, held, carry=side == "on") for side in (("on", "off") if carries else ("off",))
-    }
-    write_json(done, result)
-    return result
+    def baseline(self, pair):
+        """Folder of a pair's baseline, trained where it is not the embedded drafter."""
+        shipped = self.models / "dflash"
+        whole = self.load(shipped)
+        if PAIRS[pair] == whole.c.layers:
+            return shipped
+        folder = self.work / pair / "base"
+        if not (folder / "model").exists():
+            s = self.settings
+            model = DraftModel(replace(whole.c, layers=PAIRS[pair]), self.embed, self.embed).initialise(1)
+            there = whole.state_dict()
+            model.load_state_dict({key: there[key] for key in model.state_dict()})
+            loop = Loop(model, make_optimizers(model, s.base_lr, s.base_muon_lr), folder, s.base_steps, warmup=min(50, s.base_steps // 4),
+                        log_every=5, decay=s.base_steps // 3, name=f"{pair} base")
+            loop.resume()
+            store = self.branches("layers_3", shipped)
+            loop.run(carry.stored_step(parallel.wrap(model), store, carry.CarrySettings(mode="plain"), seed=1, batch=s.base_batch,
+                                       anchors=s.base_anchors))
+            model.save(folder / "model")
+        return folder / "model"
 
+    def branches(self, pair, base):
+        """The rejected branches of a baseline, on disk."""
+        s = self.settings
+        folder, model = self.work / pair / "branches", self.load(base)
+        most = cache.largest_bytes(self.records, s.anchors_kept, model.c.proposals, len(model.c.taps) * model.c.target_hidden)
+        embedded.log(f"{pair}: branches of {len(self.records)} records, at most {most / 1e9:.2f} GB in {folder}")
+        with progress_bar(f"{pair} branches", len(self.records)) as tick:
+            cache.build(folder, model, self.target, self.records, anchors=s.anchors_kept, seed=1, limit=s.limit_gb * 1e9, on_records=tick)
+        return cache.Store(folder, self.records)
 
-def compare(results, held):
-    """Acceptance lengths by kind and the paired contrasts, each with its 95 % interval."""
-    kinds = ["all", *corpus.KINDS]
+    def cell(self, pair, name, seed, base):
+        """Trains one cell. -> folder of its drafter."""
+        s, cell = self.settings, CELLS[name]
+        folder = self.work / pair / f"{name}_{seed}"
+        if (folder / "cell.json").exists():
+            return folder / "model"
+        carries = cell["mode"] == "carryover"
+        model, size = self.load(base, cell.get("mark_site", "pre_norm") if carries else None), 1.0
+        if carries:
+            ids, _ = data.pad_records(self.records[:8])
+            states = data.tap_states(self.target, ids, model.c.taps)
+            size = carry.set_mark(model, cell.get("mark_scale", s.mark_scale), seed + 11, states)
+        store = self.branches(pair, base)
+        loop = Loop(model, make_optimizers(model, s.lr, s.muon_lr, mark_lr=s.mark_lr * size), folder, s.steps, warmup=s.warmup,
+                    log_every=5, name=f"{pair} {name} {seed}")
+        loop.resume()
+        began, before = time.monotonic(), loop.step
+        loop.run(carry.stored_step(
+            parallel.wrap(model), store, carry.CarrySettings(mode=cell["mode"], share=s.share), seed=seed, batch=s.batch,
+            anchors=s.anchors, carrying=s.carrying,
+        ))  # fmt: skip
+        minutes = (time.monotonic() - began) / 60 * s.steps / max(1, s.steps - before)
+        model.save(folder / "model")
+        facts = {"name": name, "cell": cell, "seed": seed, "steps": s.steps, "row_size": size, "minutes": minutes,
+                 "last_loss": evaluation.last_loss(folder / "metrics.jsonl")}
+        if carries:
+            facts["mark_size"] = model.carryover_mark.detach().square().mean().sqrt().item()
+        write_json(folder / "cell.json", facts)
+        return folder / "model"
 
-    def rows(name, side, kind):
-        return [x for x, r in zip(results[name]["chained"][side], held, strict=True) if kind in ("all", r.kind)]
+    def chained(self, folder, temperature, side):
+        """Rounds of every held-out prompt, [tokens, rounds, accepted each, reconverged drafts]; kept beside the model."""
+        at = self.out_of(folder, f"chained_t{temperature}_{side}.json")
+        if not at.exists():
+            write_json(at, carry.chained(self.load(folder), self.target, self.held[temperature], carry=side, details=True))
+        return json.loads(at.read_text())
 
-    lengths = {
-        f"{name} {side}": {kind: carry.acceptance_length(rows(name, side, kind)) for kind in kinds}
-        for name, result in results.items()
-        for side in result["chained"]
-    }
-    contrasts = {}
-    for name, result in results.items():
-        if "on" not in result["chained"]:
-            continue
-        others = [("base", "off"), ("plain", "off"), ("none", "off"), (name, "off")]
-        for other, side in others:
-            if other in results:
-                contrasts[f"{name} on / {other} {side}"] = {
-                    kind: carry.paired_bootstrap(rows(name, "on", kind), rows(other, side, kind)) for kind in kinds
-                }
-    return {"acceptance_length": lengths, "contrasts": contrasts}
+    def out_of(self, folder, name):
+        """A measure's file: beside the model, or in the work folder where the model is an embedded one."""
+        inside = Path(folder) if self.work in Path(folder).parents else self.work / Path(folder).name
+        (inside.parent / "measures").mkdir(parents=True, exist_ok=True)
+        return inside.parent / "measures" / f"{inside.parent.name}_{name}"
+
+    def recall(self, folder, base, temperature):
+        at = self.out_of(folder, f"recall_t{temperature}.json")
+        if not at.exists():
+            model, first = self.load(folder), self.load(base)
+            found = {}
+            for kind in corpus.KINDS:
+                some = [r for r in self.held[temperature] if r.kind == kind][: self.settings.recall_prompts]
+                found[kind] = carry.recall(model, self.target, some, anchors=8, seed=1, drafter=first)
+            write_json(at, found)
+        return json.loads(at.read_text())
+
+    def run(self, pair, cells, seeds):
+        """All of one pair; its part of study.json."""
+        base = self.baseline(pair)
+        store = self.branches(pair, base)
+        at = self.work / pair / "potential.json"
+        if not at.exists():
+            write_json(at, measures.potential(self.load(base), store, self.settings.recall_prompts))
+        found = {"layers": PAIRS[pair], "potential": json.loads(at.read_text()), "cells": {}, "measures": {}}
+        rows = {"base": {t: {"off": self.chained(base, t, "off")} for t in self.held}}
+        for seed in seeds:
+            for name in cells:
+                folder = self.cell(pair, name, seed, base)
+                key = f"{name}_{seed}"
+                found["cells"][key] = json.loads((folder.parent / "cell.json").read_text())
+                carries = CELLS[name]["mode"] == "carryover"
+                rows[key] = {t: {side: self.chained(folder, t, side) for side in self.sides(name, seed, seeds, t)} for t in self.held}
+                if carries:
+                    found["cells"][key]["recall"] = {t: self.recall(folder, base, t) for t in self.held}
+                    found["cells"][key]["attention"] = self.attention(folder)
+        found["measures"] = measures.summary(rows, self.held, cells, seeds)
+        return found
+
+    @staticmethod
+    def sides(name, seed, seeds, temperature):
+        """How a cell's drafter decodes: without carry, with it, and (greedy, first seed) with another prompt's rows."""
+        if CELLS[name]["mode"] != "carryover":
+            return ("off",)
+        return ("on", "off", "shuffled") if seed == seeds[0] and temperature == "0" else ("on", "off")
+
+    def attention(self, folder):
+        at = self.out_of(folder, "attention.json")
+        if not at.exists():
+            model = self.load(folder)
+            some = [r for kind in corpus.KINDS for r in [r for r in self.held["0"] if r.kind == kind][:16]]
+            write_json(at, measures.attention_on_carried(model, self.target, some))
+        return json.loads(at.read_text())
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--embedded", type=Path, required=True, help="work folder of the embedded training")
+    parser.add_argument("--models", type=Path, default=Path(__file__).parents[1] / "models", help="the embedded models, or another such folder")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=["layers_1", "layers_3"])
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=["none", "carryover"])
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[7, 8])
+    parser.add_argument("--steps", type=int, help="of each cell (default: the study's)")
+    parser.add_argument("--quick", action="store_true", help="a few steps and prompts, minutes: shows that the script works")
     parser.add_argument("--threads", type=int, default=0)
     arguments = parser.parse_args(argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    work = arguments.work
-    work.mkdir(parents=True, exist_ok=True)
-    target, tokenizer = data.load_target(arguments.embedded / "target")
-    records = [r for r in data.read_records(arguments.embedded / "records") if len(r.ids) - r.start > 2]
-    held = held_out(work, target, tokenizer, HELD_OUT)
-    base = arguments.embedded / "dflash"
-    results = {}
-    if not (work / "base.json").exists():
-        embed = target.get_input_embeddings().weight.detach()
-        model = DraftModel.load(base, embed=embed, head=embed)
-        write_json(work / "base.json", {"name": "base", "chained": {"off": carry.chained(model, target, held, carry=False)}})
-    results["base"] = json.loads((work / "base.json").read_text())
-    for name in arguments.cells:
-        results[name] = run_cell(name, arguments.steps, arguments.seed, base, work, target, records, held)
-        kept = {n: {k: v for k, v in r.items() if k != "chained"} for n, r in results.items()}
-        write_json(arguments.out, {"cells": kept, **compare(results, held), "prompts": HELD_OUT})
+    settings = Settings(**(QUICK if arguments.quick else {}))
+    settings = replace(settings, steps=arguments.steps or settings.steps)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    study = Study(arguments.models, arguments.work.resolve(), settings)
+    out = {"settings": asdict(settings), "library": study.library, "versions": evaluation.versions(), "threads": torch.get_num_threads(),
+           "processors": os.cpu_count(), "prompts": {t: len(held) for t, held in study.held.items()}, "pairs": {}}
+    for pair in arguments.pairs:
+        out["pairs"][pair] = study.run(pair, arguments.cells, arguments.seeds)
+        write_json(arguments.out, out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,87 @@
+"""The study's measures on cases small enough to check by hand, and its gain held by the shipped weights."""
+
+import json
+
+import pytest
+import torch
+from test_training import records_like, tiny_drafter, tiny_target  # noqa: F401 (a fixture)
+
+from carryover_kernels.training import cache, carry, data, measures
+from carryover_kernels.training.model import attention_apart
+
+
+def records_of(drafter, target, rng):
+    ids, lengths, _, _ = records_like(drafter, target, rng)
+    return [data.Record("code", ids[n, : lengths[n]].tolist(), 3, 0.0) for n in range(2)]
+
+
+def test_watched_mass_is_the_attention_on_carried_rows(rng):
+    """With values of 1 on carried rows and 0 elsewhere attention gives back the mass that lies on them."""
+    n, count, block, group, length, heads, kv, d = 2, 3, 4, 5, 6, 4, 2, 8
+    q = torch.randn(n, count * block, heads, d, generator=rng)
+    k = [torch.randn(*shape, kv, d, generator=rng) for shape in ((n, length), (n, count * block), (n, count, group))]
+    v = [torch.zeros_like(k[0]), torch.zeros_like(k[1]), torch.ones_like(k[2])]
+    sees_context = torch.rand(n, 1, count * block, length, generator=rng) < 0.7
+    sees_own = torch.rand(n, count, 1, block, group + block, generator=rng) < 0.7
+    sees_own[..., -1] = True
+    watch = []
+    out = attention_apart(q, (k[0], v[0]), (k[1], v[1]), (k[2], v[2]), sees_context, sees_own, watch)
+    # float32 sums of a dozen weights
+    assert torch.allclose(watch[0].flatten(1), out[..., 0].mean(-1), atol=1e-6) and watch[0].shape == (n, count, block)
+    assert watch[0].min() < watch[0].max() < 1
+
+
+def test_attention_on_carried_counts_every_branch_once(tiny_target, rng):  # noqa: F811
+    drafter = tiny_drafter(tiny_target)
+    found = measures.attention_on_carried(drafter, tiny_target, records_of(drafter, tiny_target, rng), anchors=20)
+    assert len(found["share"]) == 2 and all(0 < x < 1 for x in found["share"])
+    assert len(found["by_rows"]) == len(found["branches"]) == 3 and sum(found["branches"]) > 0
+    assert all(layer.self_attn.watch is None for layer in drafter.layers)
+
+
+def test_chained_details_and_shuffled_rows(tiny_target, rng):  # noqa: F811
+    drafter = tiny_drafter(tiny_target)
+    records = records_of(drafter, tiny_target, rng)
+    plain = carry.chained(drafter, tiny_target, records, carry="on")
+    detailed = carry.chained(drafter, tiny_target, records, carry="on", details=True)
+    assert [x[:3] for x in detailed] == plain
+    assert all(0 <= again <= rounds * (drafter.c.proposals - 1) for _, rounds, _, again in detailed)
+    # alone in its batch a prompt's neighbour is itself
+    one = carry.chained(drafter, tiny_target, records[:1], carry="shuffled", batch=1)
+    assert one == carry.chained(drafter, tiny_target, records[:1], carry="on", batch=1)
+
+
+def test_potential_is_between_the_drafter_and_the_oracle(tiny_target, rng, tmp_path):  # noqa: F811
+    drafter = tiny_drafter(tiny_target)
+    records = records_of(drafter, tiny_target, rng)
+    cache.build(tmp_path, drafter, tiny_target, records, anchors=20, seed=1, limit=1e9)
+    found = measures.potential(drafter, cache.Store(tmp_path, records), 2)
+    assert list(found) == ["code 0"]
+    entry = found["code 0"]
+    assert 1 <= entry["tokens"] <= entry["oracle"] <= 4 and entry["branches"] > 0
+    # by hand: two branches of three slots; the target along the branch is right where the drafter is wrong
+    logits = torch.log_softmax(torch.tensor([[[2.0, 0.0], [0.0, 1.0], [0.0, 1.0]]] * 2), -1)
+    labels = torch.tensor([[0, 0, 1]] * 2)
+    every = torch.ones(2, 3, dtype=torch.bool)
+    entry = measures._potential_of(logits, labels, every, torch.zeros(2, 3, dtype=torch.int64), every, labels, 3)
+    assert entry["tokens"] == 2 and entry["oracle"] == 4
+    assert entry["drafter_right"] == [1, 0, 1] and entry["target_right"] == [1, 1, 0] and entry["draft_right"] == [1, 1, 1]
+    assert entry["with_bonus"] == 4  # a bonus of 1.5 on slot 1 alone
+
+
+def test_summary_by_hand():
+    held = {"0": [data.Record(kind, [1, 2, 3], 1, 0.0) for kind in ("code", "text")]}
+    rows = {
+        "base": {"0": {"off": [[12, 6, [1] * 6, 0], [12, 12, [0] * 12, 0]]}},
+        "none_1": {"0": {"off": [[12, 6, [1] * 6, 3], [12, 12, [0] * 12, 0]]}},
+        "carryover_1": {"0": {"on": [[12, 4, [2] * 4, 0], [12, 12, [0] * 12, 0]], "off": [[12, 6, [1] * 6, 0], [12, 12, [0] * 12, 0]]}},
+    }
+    out = measures.summary(rows, held, ["none", "carryover"], [1])["0"]
+    assert out["acceptance_length"]["carryover_1 on"] == {"all": 24 / 16, "code": 3.0, "text": 1.0}
+    gain = out["contrasts"]["carryover on / none off"]
+    assert gain["code"]["gain"] == pytest.approx(0.5) and gain["code"]["seeds"] == {1: pytest.approx(0.5)}
+    assert gain["all"]["gain"] == pytest.approx(18 / 16 - 1) and gain["text"]["gain"] == 0
+    assert "carryover on / carryover shuffled" not in out["contrasts"]
+    assert out["by_position"]["none_1 off"] == [6 / 18] and out["by_position"]["carryover_1 on"] == [4 / 16, 4 / 16]
+    assert out["reconvergence"]["kinds"]["code"] == {"reconverged": 0.5, "gain": pytest.approx(0.5)}
+    json.dumps(out)  # study.json holds it
