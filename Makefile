@@ -36,13 +36,14 @@ bench-quick: $(LIBRARY)
 models: $(LIBRARY)
 	$(PY) -m carryover_kernels.training.embedded --out build/models --work build/training
 
-# Hours: trains the embedded pair, then the study's cells from its baseline; what is finished is not run again.
-study: models
-	$(PY) -m carryover_kernels.training.study --embedded build/training --work build/study --out docs/study.json $(ARGS)
+# Hours, from the embedded models; what is finished is not run again.
+study: $(LIBRARY)
+	$(PY) -m carryover_kernels.training.study --work build/study --out docs/study.json $(ARGS)
+	$(PY) -m carryover_kernels.training.study_docs docs/study.json docs/study.md
 
 study-quick: $(LIBRARY)
-	$(PY) -m carryover_kernels.training.embedded --quick --out build/models-quick --work build/training-quick
-	$(PY) -m carryover_kernels.training.study --steps 5 --embedded build/training-quick --work build/study-quick --out build/study-quick/study.json $(ARGS)
+	$(PY) -m carryover_kernels.training.study --quick --seeds 7 --work build/study-quick --out build/study-quick/study.json $(ARGS)
+	$(PY) -m carryover_kernels.training.study_docs build/study-quick/study.json build/study-quick/study.md
 
 wheel: $(LIBRARY)
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .

@@ -12,7 +12,7 @@ from .show import Printer, explain_difference, legend, load_drafter, load_target
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
 
-def run_demo(prompts: int, max_new_tokens: int, only: str | None = None, models: Path | None = None) -> int:
+def run_demo(prompts: int, max_new_tokens: int, only: str | None = None, models: Path | None = None, plot: Path | None = None) -> int:
     console = new_console()
     models = models or MODELS
     # float32: then a greedy pass over many rows and one over a single row give the same tokens.
@@ -53,8 +53,11 @@ def run_demo(prompts: int, max_new_tokens: int, only: str | None = None, models:
         code = 130
     if runs:
         console.print(_table(runs))
-        for decoder in drafters:
-            _by_position(console, decoder, [request for _, name, request, _ in runs if name == decoder])
+        shares = {decoder: shares_by_position([request for _, name, request, _ in runs if name == decoder]) for decoder in drafters}
+        _bars(console, shares)
+        if plot is not None:
+            _plot(plot, shares)
+            say(console, f"plot: {plot}")
         code = code or _prove(console, target, runs)
     return code
 
@@ -131,16 +134,47 @@ def _figures(pairs: list[tuple[Request, Request]]) -> list[str]:
     ]
 
 
-def _by_position(console, decoder: str, requests: list[Request]):
+def shares_by_position(requests: list[Request]) -> list[float]:
+    """Share of rounds that verified draft 1, 2, ... and kept it."""
     verified, accepted = [], []
     for request in requests:
         for total, counts in ((verified, request.stats.verified), (accepted, request.stats.accepted)):
             total.extend([0] * (len(counts) - len(total)))
             for i, count in enumerate(counts):
                 total[i] += count
-    if verified:
-        shares = "  ".join(f"{kept / tried:.0%}" for kept, tried in zip(accepted, verified) if tried)
-        say(console, f"{decoder}: share of rounds that kept draft 1, 2, ...: {shares}")
+    return [kept / tried for kept, tried in zip(accepted, verified) if tried]
+
+
+def _bars(console, shares: dict[str, list[float]]):
+    """Acceptance by position as bars of the terminal, the drafters one under another."""
+    shown = {name: values for name, values in shares.items() if values}
+    if not shown:
+        return
+    say(console, "Share of rounds that kept draft 1, 2, ...:")
+    width, full = max(map(len, shown)), "#" if console.encoding.lower() != "utf-8" else "\u2588"
+    for i in range(max(map(len, shown.values()))):
+        for name, values in shown.items():
+            if i < len(values):
+                say(console, f"{i + 1:>3}  {name:<{width}}  {full * round(40 * values[i]):<40} {values[i]:4.0%}")
+
+
+def _plot(path: Path, shares: dict[str, list[float]]):
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError(f"demo: plot is {path} and matplotlib is not installed, must be left out (or: pip install matplotlib)") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.6))
+    width = 0.8 / max(1, len(shares))
+    for i, (name, values) in enumerate(shares.items()):
+        axes.bar([k + 1 + (i - (len(shares) - 1) / 2) * width for k in range(len(values))], [100 * v for v in values], width, label=name)
+    axes.set(xlabel="draft", ylabel="rounds that kept it, %")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def _prove(console, target, runs) -> int:

@@ -25,11 +25,12 @@ def demo(
     max_new_tokens: MaxNewTokens = 128,
     drafter: Annotated[str | None, typer.Option(help="Only this embedded drafter, by folder name.")] = None,
     models: Annotated[Path | None, typer.Option(help="Folder with target, drafters and held_out.json; default: the embedded ones.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also write acceptance by position as a PNG (needs matplotlib).")] = None,
 ):
     """Complete held-out prompts with the embedded target alone and with its drafters, and compare text and speed."""
     from .demo import run_demo
 
-    raise typer.Exit(run_demo(prompts, max_new_tokens, drafter, models))
+    raise typer.Exit(run_demo(prompts, max_new_tokens, drafter, models, plot))
 
 
 @app.command()

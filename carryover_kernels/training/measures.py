@@ -142,7 +142,7 @@ def summary(rows, held, cells, seeds):
                 }
             contrasts[f"{one} {a} / {other} {b}"] = found
         out[t] = {"acceptance_length": lengths, "by_position": positions, "contrasts": contrasts}
-        if {"none", "carryover"} <= set(cells):
+        if t == "0" and {"none", "carryover"} <= set(cells):
             out[t]["reconvergence"] = reconvergence(rows[f"none_{seeds[0]}"][t]["off"], pooled("carryover", "on", "all", seeds),
                                                     pooled("none", "off", "all", seeds), kinds)
     return out

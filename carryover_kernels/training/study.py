@@ -61,11 +61,13 @@ class Settings:
     warmup: int = 20
     held_out: int = 256  # prompts a kind, answered greedily
     held_out_sampled: int = 128  # prompts a kind, answered at temperature 0.7
+    chained: int = 128  # of the greedy ones, prompts a kind that are decoded; of the sampled ones half as many
+    chained_batch: int = 128
     recall_prompts: int = 128
 
 
 QUICK = dict(records=64, new_tokens=32, anchors_kept=8, base_steps=4, steps=4, base_batch=4, base_anchors=8, batch=4, anchors=6,
-             warmup=1, held_out=4, held_out_sampled=4, recall_prompts=4)
+             warmup=1, held_out=4, held_out_sampled=4, chained=4, recall_prompts=4)
 
 
 def held_out(work, target, tokenizer, settings, name="study", temperature=0.0):
@@ -102,6 +104,12 @@ class Study:
     def held(self):
         """Records of held-out prompts by temperature."""
         return {f"{t:g}": held_out(self.work, self.target, self.tokenizer, self.settings, temperature=t) for t in (0.0, 0.7)}
+
+    @cached_property
+    def decoded(self):
+        """The prompts of `held` that are decoded, the first of each kind."""
+        counts = {"0": self.settings.chained, "0.7": max(1, self.settings.chained // 2)}
+        return {t: [r for kind in corpus.KINDS for r in [r for r in held if r.kind == kind][: counts[t]]] for t, held in self.held.items()}
 
     def load(self, folder, mark=None):
         return DraftModel.load(folder, embed=self.embed, head=self.embed, mark=mark)
@@ -171,7 +179,8 @@ class Study:
         """Rounds of every held-out prompt, [tokens, rounds, accepted each, reconverged drafts]; kept beside the model."""
         at = self.out_of(folder, f"chained_t{temperature}_{side}.json")
         if not at.exists():
-            write_json(at, carry.chained(self.load(folder), self.target, self.held[temperature], carry=side, details=True))
+            write_json(at, carry.chained(self.load(folder), self.target, self.decoded[temperature], carry=side, details=True,
+                                         batch=self.settings.chained_batch))
         return json.loads(at.read_text())
 
     def out_of(self, folder, name):
@@ -191,14 +200,18 @@ class Study:
             write_json(at, found)
         return json.loads(at.read_text())
 
-    def run(self, pair, cells, seeds):
-        """All of one pair; its part of study.json."""
-        base = self.baseline(pair)
-        store = self.branches(pair, base)
+    def potential(self, pair):
+        """How much a pair's drafter could gain, with its depth and the baseline's acceptance length."""
         at = self.work / pair / "potential.json"
         if not at.exists():
-            write_json(at, measures.potential(self.load(base), store, self.settings.recall_prompts))
-        found = {"layers": PAIRS[pair], "potential": json.loads(at.read_text()), "cells": {}, "measures": {}}
+            base = self.baseline(pair)
+            write_json(at, measures.potential(self.load(base), self.branches(pair, base), self.settings.recall_prompts))
+        return {"layers": PAIRS[pair], "potential": json.loads(at.read_text())}
+
+    def run(self, pair, cells, seeds):
+        """All of one pair; its part of study.json."""
+        base, found = self.baseline(pair), self.potential(pair)
+        found.update(cells={}, measures={})
         rows = {"base": {t: {"off": self.chained(base, t, "off")} for t in self.held}}
         for seed in seeds:
             for name in cells:
@@ -206,19 +219,23 @@ class Study:
                 key = f"{name}_{seed}"
                 found["cells"][key] = json.loads((folder.parent / "cell.json").read_text())
                 carries = CELLS[name]["mode"] == "carryover"
-                rows[key] = {t: {side: self.chained(folder, t, side) for side in self.sides(name, seed, seeds, t)} for t in self.held}
+                rows[key] = {t: {side: self.chained(folder, t, side) for side in self.sides(name, seed, seeds, t)} for t in self.decoded}
                 if carries:
-                    found["cells"][key]["recall"] = {t: self.recall(folder, base, t) for t in self.held}
+                    found["cells"][key]["recall"] = {"0": self.recall(folder, base, "0")}
                     found["cells"][key]["attention"] = self.attention(folder)
-        found["measures"] = measures.summary(rows, self.held, cells, seeds)
+        found["measures"] = measures.summary(rows, self.decoded, cells, seeds)
         return found
 
     @staticmethod
     def sides(name, seed, seeds, temperature):
-        """How a cell's drafter decodes: without carry, with it, and (greedy, first seed) with another prompt's rows."""
+        """How a cell's drafter decodes: without carry, with it, and with another prompt's rows. The first seed does all of it
+        greedily; sampled records are decoded by the first seed alone, the further seeds do the main contrast."""
+        first = seed == seeds[0]
+        if temperature != "0" and not first:
+            return ()
         if CELLS[name]["mode"] != "carryover":
             return ("off",)
-        return ("on", "off", "shuffled") if seed == seeds[0] and temperature == "0" else ("on", "off")
+        return ("on", "off", "shuffled") if first and temperature == "0" else ("on",)
 
     def attention(self, folder):
         at = self.out_of(folder, "attention.json")
@@ -234,7 +251,8 @@ def main(argv=None):
     parser.add_argument("--models", type=Path, default=Path(__file__).parents[1] / "models", help="the embedded models, or another such folder")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=["layers_1", "layers_3"])
+    parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=["layers_1"])
+    parser.add_argument("--potential", nargs="*", choices=list(PAIRS), default=["layers_3"], help="pairs of which only that is measured")
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=["none", "carryover"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[7, 8])
     parser.add_argument("--steps", type=int, help="of each cell (default: the study's)")
@@ -248,7 +266,9 @@ def main(argv=None):
     arguments.work.mkdir(parents=True, exist_ok=True)
     study = Study(arguments.models, arguments.work.resolve(), settings)
     out = {"settings": asdict(settings), "library": study.library, "versions": evaluation.versions(), "threads": torch.get_num_threads(),
-           "processors": os.cpu_count(), "prompts": {t: len(held) for t, held in study.held.items()}, "pairs": {}}
+           "processors": os.cpu_count(), "prompts": {t: len(r) for t, r in study.decoded.items()}, "pairs": {}}
+    for pair in arguments.potential:
+        out["pairs"][pair] = study.potential(pair)
     for pair in arguments.pairs:
         out["pairs"][pair] = study.run(pair, arguments.cells, arguments.seeds)
         write_json(arguments.out, out)
