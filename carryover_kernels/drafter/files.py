@@ -67,6 +67,22 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
     return names
 
 
+def check_folder(path, caller: str = "save_pretrained", name: str = "path") -> pathlib.Path:
+    """The folder that ``path`` names, links followed, if a checkpoint may be written there.
+
+    Raises:
+        FileExistsError: it is a file, the current folder, or a folder that holds something other than a checkpoint.
+    """
+    folder = pathlib.Path(path).resolve()  # a link keeps pointing at the checkpoint: what it points to is replaced
+    if folder.is_dir() and folder.samefile("."):
+        raise FileExistsError(f"{caller}: {name} is {folder}, the current folder, must be another: a folder is replaced whole")
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{caller}: {name} is the file {folder}, must be a folder or new")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise FileExistsError(f"{caller}: {name} is {folder}, a folder that holds something else, must be a checkpoint, empty or new")
+    return folder
+
+
 def write_checkpoint(path, source: dict, tensors: dict[str, torch.Tensor], mask_embedding: torch.Tensor | None = None) -> None:
     """Write a checkpoint folder so that ``path`` is at every moment the old one, the new one or (for one rename) absent, never half of one.
 
@@ -76,13 +92,7 @@ def write_checkpoint(path, source: dict, tensors: dict[str, torch.Tensor], mask_
     Raises:
         FileExistsError: ``path`` is a file, or a folder that holds something other than a checkpoint; nothing was written.
     """
-    folder = pathlib.Path(path).resolve()  # a link keeps pointing at the checkpoint: what it points to is replaced
-    if folder.is_dir() and folder.samefile("."):
-        raise FileExistsError(f"save_pretrained: path is {folder}, the current folder, must be another: a folder is replaced whole")
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"save_pretrained: path is the file {folder}, must be a folder or new")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
-        raise FileExistsError(f"save_pretrained: path is {folder}, a folder that holds something else, must be a checkpoint, empty or new")
+    folder = check_folder(path)
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.new.", dir=folder.parent))
     try:

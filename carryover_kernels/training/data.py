@@ -1,6 +1,7 @@
 """Prompts and recorded responses: JSONL files, and how a target writes its own responses."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +24,37 @@ def read_jsonl(path):
     """Objects of a JSONL file; a broken line is named."""
     rows = []
     with open(path, encoding="utf-8") as handle:
-        for number, line in enumerate(handle, 1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}: line {number} is not JSON ({error.msg}), must be one object a line") from None
+        try:
+            for number, line in enumerate(handle, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}: line {number} is not JSON ({error.msg}), must be one object a line") from None
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}: line {number} is a JSON {type(row).__name__}, must be one object a line")
+                rows.append(row)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: is not UTF-8 ({error.reason} at byte {error.start}), must be JSONL in UTF-8") from None
     return rows
+
+
+def check_ids(what, ids, vocab=None):
+    """Refuses what is no list of token ids, 0 or more and below `vocab` where it is known; `what` names file, line and key."""
+    if not isinstance(ids, list):
+        raise ValueError(f"{what} is {ids!r}, must be a list of token ids")
+    for token in ids:
+        if type(token) is not int or token < 0 or (vocab is not None and token >= vocab):
+            raise ValueError(f"{what} holds {token!r}, must hold token ids of 0 or more" + (f" below {vocab}" if vocab is not None else ""))
+
+
+def check_number(caller, name, value, least, most=None, above=False):
+    """Refuses a number that is not finite or outside [least, most]; above: `least` itself is refused too."""
+    inside = math.isfinite(value) and (value > least if above else value >= least) and (most is None or value <= most)
+    if not inside:
+        bound = f"above {least}" if above else f"{least} or more" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{caller}: {name} was {value}, must be {bound}")
 
 
 def read_rows(path):
@@ -71,6 +95,7 @@ def read_records(path):
             for key in ("prompt_ids", "response_ids"):
                 if not isinstance(row.get(key), list):
                     raise ValueError(f"{file}: record {number} has no list {key}, must have prompt_ids and response_ids")
+                check_ids(f"{file}: record {number}: {key}", row[key])
             ids = row["prompt_ids"] + row["response_ids"]
             records.append(Record(row.get("kind", ""), ids, len(row["prompt_ids"]), row.get("temperature", 0.0)))
     return records

@@ -4,8 +4,6 @@ Serving runs on the ops (carryover_kernels.drafter); this class is for training 
 """
 
 import json
-import os
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
+
+from carryover_kernels.drafter.files import write_checkpoint
 
 MARK = "carryover_mark"  # [H] f32: the one tensor that carryover adds to a checkpoint
 
@@ -362,24 +362,16 @@ class DraftModel(nn.Module):
         return torch.stack(tokens, -1), torch.stack(corrected, -2)
 
     def save(self, directory, dtype=torch.bfloat16, state=None):
-        """config.json and model.safetensors in the published layout; the folder appears whole or not at all. Norms and
+        """config.json and model.safetensors in the published layout; see drafter.files.write_checkpoint. Norms and
         matrices in `dtype`, the mark in f32. state: whole weights, where the module's own lie in shares."""
-        from safetensors.torch import save_file
-
-        tmp = Path(str(directory) + ".tmp")
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
         tensors = {
-            name: value.detach().to(torch.float32 if name == MARK else dtype).contiguous()
+            name: value.detach().to(torch.float32 if name == MARK else dtype)
             for name, value in (state or self.state_dict()).items()
         }
         if not self.c.borrowed:
-            tensors["embed_tokens.weight"] = self.embed.to(dtype).contiguous()
-            tensors["lm_head.weight"] = self.head.to(dtype).clone()
-        save_file(tensors, tmp / "model.safetensors", metadata={"format": "pt"})
-        (tmp / "config.json").write_text(json.dumps(self.c.to_json(), indent=1) + "\n")
-        shutil.rmtree(directory, ignore_errors=True)
-        os.replace(tmp, directory)
+            tensors["embed_tokens.weight"] = self.embed.to(dtype)
+            tensors["lm_head.weight"] = self.head.to(dtype)
+        write_checkpoint(directory, self.c.to_json(), tensors)
 
     @classmethod
     def load(cls, directory, embed=None, head=None, mark=None):

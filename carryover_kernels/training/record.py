@@ -10,7 +10,13 @@ from carryover_kernels.training.loop import progress_bar
 def record(target, prompts, out, *, max_new_tokens=256, temperatures=(0.0, 0.7), batch=64, seed=0):
     """Lets the target at folder `target` answer the prompts of a JSONL file or Hugging Face dataset ({"prompt": text} or
     {"prompt_ids": [...]}, optional "kind") and writes folder `out`. Goes on where it was stopped. Returns the number of records."""
+    data.check_number("record", "max_new_tokens", max_new_tokens, 1)
+    data.check_number("record", "batch", batch, 1)
+    for temperature in temperatures:
+        data.check_number("record", "temperature", temperature, 0)
     rows = data.read_rows(prompts)
+    if not rows:
+        raise ValueError(f"{prompts}: holds no prompt, must hold at least one")
     model, tokenizer = data.load_target(target)
     pairs = []
     for number, row in enumerate(rows, 1):
@@ -19,6 +25,7 @@ def record(target, prompts, out, *, max_new_tokens=256, temperatures=(0.0, 0.7),
             ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
         if not ids:
             raise ValueError(f"{prompts}: line {number} has no prompt, must have prompt (text) or prompt_ids (a list)")
+        data.check_ids(f"{prompts}: line {number}: prompt_ids", ids, model.config.vocab_size)
         pairs.append((row.get("kind", ""), ids))
     with progress_bar("record", len(pairs)) as tick:
         records = data.record(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from carryover_kernels.drafter.files import check_folder
 from carryover_kernels.training import cache, carry, data, losses, parallel
 from carryover_kernels.training.loop import Loop, TrainingStopped, make_optimizers, progress_bar, step_seed, write_json
 from carryover_kernels.training.model import DraftConfig, DraftModel
@@ -36,6 +37,15 @@ def train(target, records, out, work, *, drafter=None, mode="carryover", mark_si
         raise ValueError(f"train: mode was {mode!r}, must be 'carryover', 'none' or 'plain'")
     if loss not in LOSSES:
         raise ValueError(f"train: loss was {loss!r}, must be 'dflash' or 'dspark'")
+    for name, value in (("steps", steps), ("batch", batch), ("anchors", anchors)):
+        data.check_number("train", name, value, 1)
+    for name, value in (("muon_lr", muon_lr), ("mark_lr", mark_lr), ("mark_scale", mark_scale), ("ramp", ramp), ("temperature", temperature),
+                        ("cache_gb", cache_gb)):
+        data.check_number("train", name, value, 0)
+    data.check_number("train", "lr", lr, 0, above=True)
+    data.check_number("train", "share", share, 0, 1)
+    check_folder(out, "train", "out")  # now, not after the last step
+    Path(out).resolve().parent.mkdir(parents=True, exist_ok=True)
     parallel.start(device)
     parallel.share(batch)
     model_target, _ = data.load_target(target)
@@ -44,6 +54,8 @@ def train(target, records, out, work, *, drafter=None, mode="carryover", mark_si
     if not kept:
         raise ValueError(f"train: {records} holds no response of three tokens or more, must hold at least one")
     embed = model_target.get_input_embeddings().weight.detach()
+    for record in kept:
+        data.check_ids(f"{records}: a record", record.ids, len(embed))
     head = model_target.get_output_embeddings().weight.detach()
     if drafter is not None:
         model = DraftModel.load(drafter, embed=embed, head=head, mark=mark_site if mode == "carryover" else None)
