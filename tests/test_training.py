@@ -666,6 +666,52 @@ def folders(tmp_path_factory, tiny_target):
     return root
 
 
+@pytest.mark.parametrize(
+    "line, sentence",
+    [
+        ("[3]", "line 1 is a JSON list, must be one object a line"),
+        ('{"prompt_ids": ["a"]}', r"line 1: prompt_ids holds 'a', must hold token ids of 0 or more below \d+"),
+        ('{"prompt_ids": [99999]}', "prompt_ids holds 99999"),
+        ('{"prompt_ids": 5}', "prompt_ids is 5, must be a list of token ids"),
+        ("", "holds no prompt, must hold at least one"),
+        (b"\xff\n", "is not UTF-8"),
+    ],
+)
+def test_record_refuses_prompts_and_writes_nothing(folders, tmp_path, capsys, line, sentence):
+    (tmp_path / "p.jsonl").write_bytes(line if isinstance(line, bytes) else line.encode())
+    arguments = ["--target", str(folders / "target"), "--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "out")]
+    assert record.main(arguments) == 1
+    told = capsys.readouterr().err
+    assert re.search(sentence, told) and "Traceback" not in told and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "option, value, sentence",
+    [
+        ("--lr", "nan", "train: lr was nan, must be above 0"),
+        ("--batch", "0", "train: batch was 0, must be 1 or more"),
+        ("--steps", "0", "train: steps was 0, must be 1 or more"),
+        ("--share", "2", "train: share was 2.0, must be from 0 to 1"),
+        ("--out", "full", "train: out is .*full, a folder that holds something else"),
+        ("--out", "file", "train: out is the file .*file, must be a folder or new"),
+        ("--records", "far.jsonl", r"holds 99999, must hold token ids of 0 or more below \d+"),
+    ],
+)
+def test_train_refuses_before_the_first_step(folders, tmp_path, capsys, monkeypatch, option, value, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    Path("full/mine.txt").write_text("mine")
+    Path("file").write_text("mine")
+    Path("near.jsonl").write_text('{"prompt_ids": [2, 3], "response_ids": [4, 5, 6]}\n')
+    Path("far.jsonl").write_text('{"prompt_ids": [2, 3], "response_ids": [4, 99999, 6]}\n')
+    arguments = {"--target": str(folders / "target"), "--drafter": str(folders / "drafter"), "--records": "near.jsonl", "--out": "o",
+                 "--work": "w", "--steps": "1"} | {option: value}  # fmt: skip
+    assert train.main([part for pair in arguments.items() for part in pair]) == 1
+    told = capsys.readouterr().err
+    assert re.search(sentence, told) and "Traceback" not in told
+    assert Path("full/mine.txt").read_text() == Path("file").read_text() == "mine" and not Path("o").exists() and not Path("w").exists()
+
+
 def test_record_then_train(folders, tmp_path, capsys):
     written = tmp_path / "records"
     arguments = ["--target", str(folders / "target"), "--prompts", str(folders / "prompts.jsonl"), "--out", str(written)]
