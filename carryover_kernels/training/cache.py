@@ -65,7 +65,8 @@ def _shard(model, target, records, anchors, seed, batch):
     stacked = {key: torch.stack(values) for key, values in out.items()}
     counts = torch.tensor([len(r) for r in rows])
     return {
-        "first": first.short(), "anchors": stacked["anchors"].short(), "keep": stacked["keep"], "accepted": stacked["accepted"].to(torch.int8),
+        "first": first.short(), "anchors": stacked["anchors"].short(), "keep": stacked["keep"],
+        "accepted": stacked["accepted"].to(torch.int8),
         "drafts": stacked["drafts"].int(), "predicted": stacked["predicted"].int(), "states": torch.cat(states),
         "rows": torch.cat(rows), "row_starts": torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]),
         "lengths": torch.tensor([len(r.ids) for r in records]),

@@ -61,13 +61,15 @@ class Settings:
     warmup: int = 20
     held_out: int = 256  # prompts a kind, answered greedily
     held_out_sampled: int = 128  # prompts a kind, answered at temperature 0.7
-    chained: int = 128  # of the greedy ones, prompts a kind that are decoded; of the sampled ones half as many
-    chained_batch: int = 128
-    recall_prompts: int = 128
+    chained: int = 32  # of the greedy ones, prompts a kind that are decoded; of the sampled ones half as many
+    chained_batch: int = 32
+    recall_prompts: int = 128  # a kind
+    potential_records: int = 64  # training records a kind and temperature
 
 
-QUICK = dict(records=64, new_tokens=32, anchors_kept=8, base_steps=4, steps=4, base_batch=4, base_anchors=8, batch=4, anchors=6,
-             warmup=1, held_out=4, held_out_sampled=4, chained=4, recall_prompts=4)
+QUICK = dict(records=24, new_tokens=16, anchors_kept=8, base_steps=4, steps=4, base_batch=4, base_anchors=8, batch=4, anchors=6,
+             warmup=1, held_out=4, held_out_sampled=4, chained=4, recall_prompts=4,
+             potential_records=4)
 
 
 def held_out(work, target, tokenizer, settings, name="study", temperature=0.0):
@@ -90,7 +92,8 @@ def held_out(work, target, tokenizer, settings, name="study", temperature=0.0):
 class Study:
     """Target, prompts and records of a work folder."""
 
-    def __init__(self, models, work, settings):
+    def __init__(self, models, work, settings, temperatures=("0", "0.7"), sides=("on", "off", "shuffled")):
+        self.temperatures, self.wanted = temperatures, sides
         self.models, self.work, self.settings = Path(models), Path(work), settings
         self.target, self.tokenizer = data.load_target(self.models / "target")
         self.embed = self.target.get_input_embeddings().weight.detach()
@@ -103,7 +106,8 @@ class Study:
     @cached_property
     def held(self):
         """Records of held-out prompts by temperature."""
-        return {f"{t:g}": held_out(self.work, self.target, self.tokenizer, self.settings, temperature=t) for t in (0.0, 0.7)}
+        common = self.work, self.target, self.tokenizer, self.settings
+        return {t: held_out(*common, temperature=float(t)) for t in self.temperatures}
 
     @cached_property
     def decoded(self):
@@ -205,7 +209,7 @@ class Study:
         at = self.work / pair / "potential.json"
         if not at.exists():
             base = self.baseline(pair)
-            write_json(at, measures.potential(self.load(base), self.branches(pair, base), self.settings.recall_prompts))
+            write_json(at, measures.potential(self.load(base), self.branches(pair, base), self.settings.potential_records))
         return {"layers": PAIRS[pair], "potential": json.loads(at.read_text())}
 
     def run(self, pair, cells, seeds):
@@ -220,14 +224,13 @@ class Study:
                 found["cells"][key] = json.loads((folder.parent / "cell.json").read_text())
                 carries = CELLS[name]["mode"] == "carryover"
                 rows[key] = {t: {side: self.chained(folder, t, side) for side in self.sides(name, seed, seeds, t)} for t in self.decoded}
-                if carries:
+                if carries and seed == seeds[0]:
                     found["cells"][key]["recall"] = {"0": self.recall(folder, base, "0")}
                     found["cells"][key]["attention"] = self.attention(folder)
         found["measures"] = measures.summary(rows, self.decoded, cells, seeds)
         return found
 
-    @staticmethod
-    def sides(name, seed, seeds, temperature):
+    def sides(self, name, seed, seeds, temperature):
         """How a cell's drafter decodes: without carry, with it, and with another prompt's rows. The first seed does all of it
         greedily; sampled records are decoded by the first seed alone, the further seeds do the main contrast."""
         first = seed == seeds[0]
@@ -235,7 +238,7 @@ class Study:
             return ()
         if CELLS[name]["mode"] != "carryover":
             return ("off",)
-        return ("on", "off", "shuffled") if first and temperature == "0" else ("on",)
+        return tuple(s for s in self.wanted if s == "on" or (first and temperature == "0"))
 
     def attention(self, folder):
         at = self.out_of(folder, "attention.json")
@@ -248,13 +251,16 @@ class Study:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", type=Path, default=Path(__file__).parents[1] / "models", help="the embedded models, or another such folder")
+    parser.add_argument("--models", type=Path, default=Path(__file__).parents[1] / "models", help="the embedded ones")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=["layers_1"])
     parser.add_argument("--potential", nargs="*", choices=list(PAIRS), default=["layers_3"], help="pairs of which only that is measured")
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=["none", "carryover"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[7, 8])
+    parser.add_argument("--temperatures", nargs="+", choices=("0", "0.7"), default=["0", "0.7"], help="of decoded records")
+    sides = ("on", "off", "shuffled")
+    parser.add_argument("--sides", nargs="+", choices=sides, default=list(sides), help="how carryover cells decode")
     parser.add_argument("--steps", type=int, help="of each cell (default: the study's)")
     parser.add_argument("--quick", action="store_true", help="a few steps and prompts, minutes: shows that the script works")
     parser.add_argument("--threads", type=int, default=0)
@@ -264,7 +270,7 @@ def main(argv=None):
     settings = Settings(**(QUICK if arguments.quick else {}))
     settings = replace(settings, steps=arguments.steps or settings.steps)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    study = Study(arguments.models, arguments.work.resolve(), settings)
+    study = Study(arguments.models, arguments.work.resolve(), settings, arguments.temperatures, arguments.sides)
     out = {"settings": asdict(settings), "library": study.library, "versions": evaluation.versions(), "threads": torch.get_num_threads(),
            "processors": os.cpu_count(), "prompts": {t: len(r) for t, r in study.decoded.items()}, "pairs": {}}
     for pair in arguments.potential:

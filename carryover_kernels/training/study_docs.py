@@ -85,7 +85,8 @@ def pair_text(name, pair, folder):
     again = pair["measures"]["0"].get("reconvergence")
     if again:
         parts.append("### Gain against reconvergence, greedy\n")
-        parts.append("Drafts after the first rejected one that agree with the record all the same, a round of the control, and the mean gain of a prompt:\n")
+        parts.append("Drafts after the first rejected one that agree with the record all the same, a round of the control, "
+                     "and the mean gain of a prompt:\n")
         parts.append(table(["kind", "reconverged drafts a round", "mean gain of a prompt"],
                            [[k, f"{x['reconverged']:.2f}", percent(x["gain"])] for k, x in again["kinds"].items()]) + "\n")
         if again["correlation"] is not None:
@@ -103,6 +104,10 @@ def pair_text(name, pair, folder):
 def _key(key):
     name, side = key.rsplit(" ", 1)
     return name.replace("_", " "), SIDES[side]
+
+
+def _decoded(out):
+    return ", ".join(f"{n} held-out prompts answered " + ("greedily" if t == "0" else f"at temperature {t}") for t, n in out["prompts"].items())
 
 
 def potential_text(out):
@@ -149,7 +154,7 @@ the other. "Oracle": whichever of the two is right. Gains are in tokens a round.
 ## How it was run
 
 - Target's responses to {s['records']} training prompts (half greedy, half at temperature 0.7), at most {s['new_tokens']} tokens;
-  {out['prompts']['0']} held-out prompts greedily ({s['chained']} a kind where there are so many), {out['prompts']['0.7']} at temperature 0.7; invented words and library files of held-out prompts are never trained on.
+  decoded: {_decoded(out)}; invented words and library files of held-out prompts are never trained on.
 - Baselines of fewer layers start from the embedded drafter's `fc`, norms and first layers: {s['base_steps']} steps of plain training
   ({s['base_batch']} records x {s['base_anchors']} anchors, rates {s['base_lr']:g} AdamW and {s['base_muon_lr']:g} Muon, down to zero).
 - Cells start from the baseline: `none` (moved anchors, nothing carried), `carryover` (rejected rows carried in {percent(s['share'], False)} of the
