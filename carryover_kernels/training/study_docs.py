@@ -126,6 +126,22 @@ def _mean(values, weights):
     return sum(v * w for v, w in zip(values, weights, strict=True)) / max(1, sum(weights))
 
 
+def limits(out):
+    """What a reader must know before quoting the result."""
+    measured = [p for p in out["pairs"].values() if "measures" in p]
+    weak = [p["layers"] for p in measured if p["measures"]["0"]["acceptance_length"]["base off"]["all"] < 3]
+    lines = [f"Small: decoded were {_decoded(out)}, over all kinds together."]
+    if weak:
+        lines.append(f"The baselines of {', '.join(map(str, weak))} layer(s) are below an acceptance length of 3, weaker than published drafters are.")
+    if "0.7" not in out["prompts"]:
+        lines.append("Sampled responses were not decoded.")
+    if not any("shuffled" in key for p in measured for m in p["measures"].values() for key in m["contrasts"]):
+        lines.append("Decoding the same weights without carry or with another prompt's rows was not run; recall on and off was.")
+    if not any("draft_tokens" in key for p in measured for key in p["cells"]):
+        lines.append("Cells that carry tokens in place of states, Markov drafters and plain extra training were not run.")
+    return " ".join(lines)
+
+
 def text(out, folder):
     s, v = out["settings"], out["versions"]
     plots = f"\n![gain against potential]({folder.name}/potential.png)\n" if (folder / "potential.png").exists() else ""
@@ -141,6 +157,8 @@ stopped), `make study-quick` shows in minutes that it runs. The target is the em
 What a drafter can gain is what the target knows along a rejected branch and the drafter doesn't. The table below measures that
 without training: the embedded three-layer drafter, after a correction, is right nearly wherever the target's rows are, and has
 next to nothing to gain; a drafter of fewer layers has much. The gains found by training follow.
+
+{limits(out)}
 
 ## How much there is to carry
 
