@@ -61,7 +61,7 @@ def head_kernel(
         previous = token
     if step < steps:
         if HEAD == "gated" or HEAD == "rnn" or HAS_CONFIDENCE:  # no other reads hidden, which may be absent
-            h_ptr = hidden_ptr + r * stride_hidden_request + step * stride_hidden_row
+            h_ptr = hidden_ptr + r * stride_hidden_request + step.to(tl.int64) * stride_hidden_row
         known = (anchor >= 0) & (previous >= 0) & (previous < table_rows)
         row = tl.where(known, previous, 0).to(tl.int64) * rank  # of W1; a token without a row counts as zeros
         known_rank = tl.where(known, rank, 0)
@@ -132,7 +132,7 @@ def vocab_kernel(
     v = split * BLOCK_V + tl.arange(0, BLOCK_V)
     live = tl.load(anchor_tokens_ptr + r) >= 0
     there = v < tl.where(live, vocab, 0)
-    logit = tl.load(base_logits_ptr + r * stride_base_request + step * stride_base_row + v, mask=there, other=0.0).to(tl.float32)
+    logit = tl.load(base_logits_ptr + r * stride_base_request + step.to(tl.int64) * stride_base_row + v, mask=there, other=0.0).to(tl.float32)
     if HAS_HEAD:
         for begin in range(0, rank, BLOCK_R):
             unit = begin + tl.arange(0, BLOCK_R)

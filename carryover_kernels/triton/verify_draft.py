@@ -93,7 +93,7 @@ def greedy_kernel(
 def draft_probability(draft_probs_ptr, stride_q_request, stride_q_row, r, i, v, chosen, mask, HAS_PROBS: tl.constexpr):
     """q(v) of draft i: given, or one-hot on the draft that was chosen."""
     if HAS_PROBS:
-        return tl.load(draft_probs_ptr + r * stride_q_request + i * stride_q_row + v, mask=mask, other=0.0)
+        return tl.load(draft_probs_ptr + r * stride_q_request + i.to(tl.int64) * stride_q_row + v, mask=mask, other=0.0)
     else:
         return tl.where(v == chosen, 1.0, 0.0)
 
@@ -126,7 +126,7 @@ def decide_kernel(
         p = tl.exp(logit - softmax_shift(most)) / total
         q = 1.0
         if HAS_PROBS:
-            q = tl.load(draft_probs_ptr + r * stride_q_request + i * stride_q_row + draft)
+            q = tl.load(draft_probs_ptr + r * stride_q_request + (t - first) * stride_q_row + draft)
         coin = tl.sum(uniforms(tl.load(seeds_ptr + r), tl.load(offsets_ptr + r), i, STREAM_ACCEPT, zero))
         if BLOCK_METHOD:
             x = prefix * p
