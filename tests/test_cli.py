@@ -305,5 +305,5 @@ def test_ctrl_c_ends_with_130_and_what_was_done(models, backend):
     seen += process.stdout.read(8)  # the first tokens
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, (seen + out).decode()
+    assert process.returncode == 130, (seen + out + err).decode(errors="replace")
     assert b"interrupted: " in out and b"tokens/s" in out and b"Traceback" not in err

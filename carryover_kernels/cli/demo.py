@@ -48,8 +48,9 @@ def run_demo(prompts: int, max_new_tokens: int, only: str | None = None, models:
                 request = generate(target, drafter, [ids], max_new_tokens, stream=stream)[0]
                 runs.append((name, decoder, request, alone))
             say(console, "\n")
-    except Interrupted as stopped:
-        say(console, f"\ninterrupted after {len(stopped.requests[0].tokens)} tokens of this run; the table has the runs that were finished")
+    except KeyboardInterrupt as stopped:
+        done = len(stopped.requests[0].tokens) if isinstance(stopped, Interrupted) else 0
+        say(console, f"\ninterrupted after {done} tokens of this run; the table has the runs that were finished")
         code = 130
     if runs:
         console.print(_table(runs))

@@ -38,17 +38,18 @@ def run_generate(
         stream = Printer(console, tokenizer, ids)
         try:
             request = generate(target, drafter, [ids], max_new_tokens, seed=seed + index, stream=stream, **options, **drafting)[0]
-        except Interrupted as stopped:
-            request, code = stopped.requests[0], 130
+        except KeyboardInterrupt as stopped:  # before the first round it is not yet an Interrupted
+            request, code = stopped.requests[0] if isinstance(stopped, Interrupted) else None, 130
         console.print()
-        rows.append((f"{index + 1}" if drafter is None else f"{index + 1} drafted", request))
+        if request is not None:
+            rows.append((f"{index + 1}" if drafter is None else f"{index + 1} drafted", request))
         if code == 130:
-            say(console, f"interrupted: {len(request.tokens)} tokens were done")
+            say(console, f"interrupted: {len(request.tokens) if request is not None else 0} tokens were done")
             break
         if proves:
             try:
                 alone = generate(target, None, [ids], max_new_tokens, **options)[0]
-            except Interrupted:
+            except KeyboardInterrupt:
                 say(console, "interrupted during the run of the target alone: equality not proven")
                 code = 130
                 break
