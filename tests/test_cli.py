@@ -1,5 +1,6 @@
 """The command line: what it prints, what it refuses, and how it ends."""
 
+import functools
 import importlib.machinery
 import os
 import pathlib
@@ -296,7 +297,9 @@ def test_ctrl_c_ends_with_130_and_what_was_done(models, backend):
         pytest.skip("a new process runs the native library, which this run may lack")
     arguments = [*generate_arguments(models, "--no-compare"), "--max-new-tokens", 240]
     command = [sys.executable, "-m", "carryover_kernels.cli.main", *map(str, arguments)]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # A shell's background job, as a CI may be, ignores SIGINT and so would this child.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard)
     seen = b""
     while b"the quick" not in seen:
         byte = process.stdout.read(1)
