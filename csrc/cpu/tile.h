@@ -110,12 +110,7 @@ static inline void multiply(VecF (&acc)[U][V], W w, const float* x, int64_t tile
 }
 
 // Products summed in one chain: longer sums are made of such pieces, whose rounding errors do not pile up over thousands of k.
-// Without a fused multiply-add each product is rounded too: shorter pieces make up for it.
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 constexpr int64_t kChain = 64;
-#else
-constexpr int64_t kChain = 16;
-#endif
 
 // C[tile][row u][16] (+)= W X, for U rows of C from row `row` and V tiles; `start`: C holds a sum already.
 template <int U, int V, bool kDot, class W>
