@@ -1,10 +1,12 @@
 """``markov_sample`` against the float64 reference: logits, tokens, distributions, confidence; and that samples follow the distribution."""
 
+import functools
+
 import cases
 import pytest
 import torch
 from cases import BF16, F16, F32
-from compare import assert_as_good_as_torch, assert_equal, chi_squared, chi_squared_limit
+from compare import ORDERS, assert_as_good_as_torch, assert_equal, chi_squared, chi_squared_limit
 from doors import compiled, opcheck, opcheck_dynamic, refused, run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,27 +22,26 @@ NAME = "markov_sample"
 NEAR_TIE = 1e-5
 
 
-def siblings(args, count=6):
+def sibling(args, turn):
     """Inputs of the same kind: base logits rolled over the vocabulary, hidden features and ranks permuted alike wherever they occur."""
     hidden, w1 = args.get("hidden"), args.get("markov_w1")
-    for i in range(count):
-        rng = torch.Generator().manual_seed(i)
-        h = torch.randperm(0 if hidden is None else hidden.shape[2], generator=rng)
-        r = torch.randperm(0 if w1 is None else w1.shape[1], generator=rng)
-        columns = {"gated": [h, len(h) + r], "rnn": [r, len(r) + r, 2 * len(r) + h]}.get(args["head"])
-        rows = torch.cat([r, len(r) + r, 2 * len(r) + r]) if args["head"] == "rnn" else r
-        same = args | {"base_logits": args["base_logits"].roll(i + 1, dims=2)}
-        if hidden is not None:
-            same["hidden"] = hidden[:, :, h]
-        if w1 is not None:
-            same |= {"markov_w1": w1[:, r], "markov_w2": args["markov_w2"][:, r]}
-        if columns is not None:
-            same["head_weight"] = args["head_weight"][rows][:, torch.cat(columns)]
-            same["head_bias"] = None if args["head_bias"] is None else args["head_bias"][rows]
-        if args.get("confidence_weight") is not None:
-            width = args["confidence_weight"].shape[1]
-            same["confidence_weight"] = args["confidence_weight"][:, torch.cat([h, len(h) + r])[:width]]
-        yield same
+    rng = torch.Generator().manual_seed(turn)
+    h = torch.randperm(0 if hidden is None else hidden.shape[2], generator=rng)
+    r = torch.randperm(0 if w1 is None else w1.shape[1], generator=rng)
+    columns = {"gated": [h, len(h) + r], "rnn": [r, len(r) + r, 2 * len(r) + h]}.get(args["head"])
+    rows = torch.cat([r, len(r) + r, 2 * len(r) + r]) if args["head"] == "rnn" else r
+    same = args | {"base_logits": args["base_logits"].roll(turn, dims=2)}
+    if hidden is not None:
+        same["hidden"] = hidden[:, :, h]
+    if w1 is not None:
+        same |= {"markov_w1": w1[:, r], "markov_w2": args["markov_w2"][:, r]}
+    if columns is not None:
+        same["head_weight"] = args["head_weight"][rows][:, torch.cat(columns)]
+        same["head_bias"] = None if args["head_bias"] is None else args["head_bias"][rows]
+    if args.get("confidence_weight") is not None:
+        width = args["confidence_weight"].shape[1]
+        same["confidence_weight"] = args["confidence_weight"][:, torch.cat([h, len(h) + r])[:width]]
+    return same
 
 
 def check(args, device):
@@ -48,9 +49,14 @@ def check(args, device):
     (tokens, logits, probs, confidence), _ = run(NAME, args, device)
     ref = definition.markov_sample(**cases.clean(args), forced_tokens=tokens)
     low = eager.markov_sample(**cases.clean(args), forced_tokens=tokens)
-    others = [[f.markov_sample(**same, forced_tokens=tokens) for f in (eager, definition)] for same in siblings(cases.clean(args))]
+
+    @functools.cache
+    def other(turn):
+        same = sibling(cases.clean(args), turn)
+        return [f.markov_sample(**same, forced_tokens=tokens) for f in (eager, definition)]
+
     for i, name, got in ((1, "logits", logits), (3, "confidence", confidence)):
-        assert_as_good_as_torch(got, low[i], ref[i], name, [(y[i], wanted[i]) for y, wanted in others])
+        assert_as_good_as_torch(got, low[i], ref[i], name, ([y[i] for y in other(turn)] for turn in range(1, ORDERS)))
 
     offsets, temperature = args.get("draft_to_target"), args.get("temperature")
     for r, anchor in enumerate(args["anchor_tokens"].tolist()):
@@ -72,7 +78,7 @@ def check(args, device):
                 assert_equal(probs[r, i], torch.eye(logits.shape[2])[draft], f"probs[{r}, {i}]")
     if temperature is not None and args["return_probs"]:
         warm = (temperature > 0) & (args["anchor_tokens"] >= 0)
-        pairs = [(y[2][warm], wanted[2][warm]) for y, wanted in others]
+        pairs = ([y[2][warm] for y in other(turn)] for turn in range(1, ORDERS))
         assert_as_good_as_torch(probs[warm], low[2][warm], ref[2][warm], "probs", pairs)
     return tokens, logits, probs, confidence
 

@@ -1,10 +1,13 @@
 """``project_states`` against the float64 reference: what is stored where, what is not touched, both places of the mark."""
 
+import functools
+import itertools
+
 import cases
 import pytest
 import torch
 from cases import BF16, F16, F32
-from compare import assert_as_good_as_torch, assert_equal
+from compare import ORDERS, assert_as_good_as_torch, assert_equal
 from doors import compiled, opcheck, opcheck_dynamic, refused, run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,14 +73,31 @@ def expected(args):
     return gather(low), gather(ref)
 
 
+def reordered(args, seed):
+    """The same projection with its sums in another order: features and hidden dimensions permuted wherever they occur."""
+    rng = torch.Generator().manual_seed(seed)
+    f, h = (torch.randperm(args[name].shape[1], generator=rng) for name in ("states", "kv_weight"))
+    same = args | {"kv_weight": args["kv_weight"][:, h], "mark": None if args["mark"] is None else args["mark"][h]}
+    if args["fc_weight"] is None:
+        return same | {"states": args["states"][:, h]}
+    return same | {"states": args["states"][:, f], "fc_weight": args["fc_weight"][h][:, f]}
+
+
 def check(args, device):
     _, after = run(NAME, args, device, WRITES)
     low, ref = expected(args)
-    siblings = [expected(args | {"states": args["states"].roll(i, dims=1)}) for i in (1, 2)]
+
+    @functools.cache
+    def again(seed):
+        other = cases.clean(reordered(args, seed))
+        eager.project_states(**other)
+        return gather(other)
+
     for i, where in enumerate(("pages", "carry")):
         if ref[i] is not None:
             assert ref[i].isfinite().all()
-            assert_as_good_as_torch(gather(after)[i], low[i], ref[i], where, [(y[i], wanted[i]) for y, wanted in siblings])
+            orders = itertools.chain([low[i]], (again(seed)[i] for seed in range(1, ORDERS)))
+            assert_as_good_as_torch(gather(after)[i], orders, ref[i], where)
     assert_rest_untouched(args, after)
     return after
 
@@ -294,6 +314,10 @@ def first(change):
 
 
 REFUSALS = {
+    "norm_eps is nan, must be finite and at least 0": bad(norm_eps=float("nan")),
+    "norm_eps is -0.5, must be finite and at least 0": bad(norm_eps=-0.5),
+    "k_norm_eps is inf, must be finite and at least 0": bad(k_norm_eps=float("inf")),
+    "k_norm_eps is -1e+20, must be finite and at least 0": bad(k_norm_eps=-1e20),
     "states has 1 dimensions, must have 2: [T, F]": bad(states=lambda t: t[0]),
     "states has dtype float64, must be float32, bfloat16 or float16": bad(states=lambda t: t.double()),
     "states has stride 2 in its last dimension, must be 1": bad(states=lambda t: t.repeat_interleave(2, dim=1)[:, ::2]),

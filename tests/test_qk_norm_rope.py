@@ -1,10 +1,12 @@
 """``qk_norm_rope`` against the float64 reference; layouts, tables and the rounding of ``rope_parity``."""
 
+import functools
+
 import cases
 import pytest
 import torch
 from cases import BF16, F16, F32
-from compare import assert_as_good_as_torch, assert_equal
+from compare import ORDERS, assert_as_good_as_torch, assert_equal
 from doors import compiled, opcheck, opcheck_dynamic, refused, run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,14 +21,14 @@ NAME = "qk_norm_rope"
 def check(args, device):
     out, _ = run(NAME, args, device)
 
-    def expected(args):  # float64 inputs: parity has nothing to round
-        return list(zip(eager.qk_norm_rope(**cases.clean(args)), definition.qk_norm_rope(**cases.wide(args))))
+    @functools.cache
+    def expected(turn):  # float64 inputs: parity has nothing to round
+        other = args | {"qkv": args["qkv"].roll(turn, dims=1)}
+        return list(zip(eager.qk_norm_rope(**cases.clean(other)), definition.qk_norm_rope(**cases.wide(other))))
 
-    low_and_ref = expected(args)
-    siblings = [expected(args | {"qkv": args["qkv"].roll(i, dims=1)}) for i in (1, 2)]
     for i, name in enumerate("qkv"):
-        assert_as_good_as_torch(out[i], *low_and_ref[i], name, [other[i] for other in siblings])
-    ref = [wanted for _, wanted in low_and_ref]
+        assert_as_good_as_torch(out[i], *expected(0)[i], name, (expected(turn)[i] for turn in range(1, ORDERS)))
+    ref = [wanted for _, wanted in expected(0)]
     if not args["v_norm"]:
         assert_equal(out[2], ref[2].to(out[2].dtype), "v")  # a copy, to the bit
     return out
@@ -163,6 +165,9 @@ def bad(**changes):
 
 
 REFUSALS = {
+    "eps is nan, must be finite and at least 0": bad(eps=float("nan")),
+    "eps is -1e-06, must be finite and at least 0": bad(eps=-1e-6),
+    "eps is inf, must be finite and at least 0": bad(eps=float("inf")),
     "qkv has 3 dimensions, must have 2: [M, width]": bad(qkv=lambda t: t[None]),
     "qkv has dtype float64, must be float32, bfloat16 or float16": bad(qkv=lambda t: t.double()),
     "qkv has stride 2 in its last dimension, must be 1": bad(qkv=lambda t: t.repeat_interleave(2, dim=1)[:, ::2]),

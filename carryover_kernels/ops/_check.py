@@ -67,6 +67,14 @@ class Checker:
         if value < least:
             self.fail(f"{name} is {value}, must be at least {least}")
 
+    def finite(self, name: str, value: float):
+        if not float("-inf") < value < float("inf"):
+            self.fail(f"{name} is {value}, must be finite")
+
+    def finite_and_not_negative(self, name: str, value: float, note: str = ""):
+        if not 0 <= value < float("inf"):
+            self.fail(f"{name} is {value}, must be finite and at least 0{note}")
+
     def one_of(self, name: str, value: str, choices):
         if value not in choices:
             self.fail(f"{name} is '{value}', must be one of {', '.join(choices)}")

@@ -15,7 +15,7 @@ SCHEMA = (
 
 def _check(
     q, k_block, v_block, k_cache, v_cache, block_table, seq_lens, carry_k, carry_v, carry_lens, carry_slot_ids, block_start,
-    carry_positions, window_left, window_right, sinks, softcap, k_scale, v_scale, num_splits,
+    carry_positions, scale, window_left, window_right, sinks, softcap, k_scale, v_scale, num_splits,
 ):  # fmt: skip
     check = Checker("block_attention")
     check.tensor("q", q, "R B Hq D", ACTIVATIONS, last_contiguous=True)
@@ -40,10 +40,12 @@ def _check(
         check.tensor("carry_slot_ids", carry_slot_ids, "R", INT32, contiguous=True)
     check.optional("block_start", block_start, "R", INT64, contiguous=True)
     check.optional("carry_positions", carry_positions, "slots C", INT64, contiguous=True)
+    if scale is not None:
+        check.finite("scale", scale)
     check.at_least("window_left", window_left, -1)
     check.at_least("window_right", window_right, -1)
     check.optional("sinks", sinks, "Hq", FLOAT32, contiguous=True)
-    check.require(softcap >= 0, f"softcap is {softcap}, must be at least 0 (0 = off)")
+    check.finite_and_not_negative("softcap", softcap, " (0 = off)")
     check.optional("k_scale", k_scale, "1", FLOAT32)
     check.optional("v_scale", v_scale, "1", FLOAT32)
     check.at_least("num_splits", num_splits, 0)
@@ -56,7 +58,7 @@ def _fake(
 ):  # fmt: skip
     _check(
         q, k_block, v_block, k_cache, v_cache, block_table, seq_lens, carry_k, carry_v, carry_lens, carry_slot_ids, block_start,
-        carry_positions, window_left, window_right, sinks, softcap, k_scale, v_scale, num_splits,
+        carry_positions, scale, window_left, window_right, sinks, softcap, k_scale, v_scale, num_splits,
     )  # fmt: skip
     lse_shape = q.shape[:3] if return_lse else (0,)
     return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
@@ -134,6 +136,7 @@ def block_attention(
     Masks are by position, never by key index: carried row j and block row j share one. ``causal``: key position <= query position.
     Window: query - key <= window_left and key - query <= window_right (-1 = unlimited; a config's W counts the token itself: window_left = W - 1).
     A key out of range is masked by select and its value never enters arithmetic: NaN in unused slots reaches nothing.
+    NaN in what a row does see makes that row's result NaN, as in PyTorch (and in V that of all rows of the block, for 0 x NaN is NaN).
 
     Args:
         q: [R, B, Hq, D] f32|bf16|f16, inner stride 1, normed and rotated.

@@ -15,7 +15,7 @@ SCHEMA = (
 
 def _check(
     states, fc_weight, kv_weight, kv_bias, k_norm_weight, mark, mark_kv, rope_table, row_cache_slot, row_carry_slot, row_position,
-    k_cache, v_cache, carry_k, carry_v, share_kv, k_scale, v_scale,
+    k_cache, v_cache, carry_k, carry_v, norm_eps, k_norm_eps, share_kv, k_scale, v_scale,
 ):  # fmt: skip
     check = Checker("project_states")
     check.tensor("states", states, "T F", ACTIVATIONS, last_contiguous=True)
@@ -59,6 +59,8 @@ def _check(
     check.optional("carry_k", carry_k, "L slots C Hkv D", ACTIVATIONS, last_contiguous=True)
     if carry_k is not None:
         check.optional("carry_v", carry_v, "L slots C Hkv D", (carry_k.dtype,), last_contiguous=True)
+    check.finite_and_not_negative("norm_eps", norm_eps)
+    check.finite_and_not_negative("k_norm_eps", k_norm_eps)
     check.optional("k_scale", k_scale, "L", FLOAT32, contiguous=True)
     check.optional("v_scale", v_scale, "L", FLOAT32, contiguous=True)
 
@@ -70,7 +72,7 @@ def _fake(
 ):  # fmt: skip
     _check(
         states, fc_weight, kv_weight, kv_bias, k_norm_weight, mark, mark_kv, rope_table, row_cache_slot, row_carry_slot, row_position,
-        k_cache, v_cache, carry_k, carry_v, share_kv, k_scale, v_scale,
+        k_cache, v_cache, carry_k, carry_v, norm_eps, k_norm_eps, share_kv, k_scale, v_scale,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ def _head_dim(qkv, num_q_heads, num_kv_heads, share_kv) -> int:
     return qkv.shape[1] // (num_q_heads + (1 if share_kv else 2) * num_kv_heads)
 
 
-def _check(qkv, positions, rope_table, q_norm_weight, k_norm_weight, num_q_heads, num_kv_heads, share_kv):
+def _check(qkv, positions, rope_table, q_norm_weight, k_norm_weight, num_q_heads, num_kv_heads, eps, share_kv):
     check = Checker("qk_norm_rope")
     check.tensor("qkv", qkv, "M width", ACTIVATIONS, last_contiguous=True)
     check.tensor("positions", positions, "M", INT64, contiguous=True)
@@ -37,13 +37,14 @@ def _check(qkv, positions, rope_table, q_norm_weight, k_norm_weight, num_q_heads
     check.sizes["D"] = head_dim
     check.optional("q_norm_weight", q_norm_weight, "D", FLOAT32, contiguous=True)
     check.optional("k_norm_weight", k_norm_weight, "D", FLOAT32, contiguous=True)
+    check.finite_and_not_negative("eps", eps)
 
 
 def _fake(
     qkv, positions, rope_table, q_norm_weight, k_norm_weight, num_q_heads, num_kv_heads,
     eps=1e-6, neox=True, share_kv=False, v_norm=False, rope_parity=False,
 ):  # fmt: skip
-    _check(qkv, positions, rope_table, q_norm_weight, k_norm_weight, num_q_heads, num_kv_heads, share_kv)
+    _check(qkv, positions, rope_table, q_norm_weight, k_norm_weight, num_q_heads, num_kv_heads, eps, share_kv)
     rows, head_dim = qkv.shape[0], _head_dim(qkv, num_q_heads, num_kv_heads, share_kv)
     return (
         qkv.new_empty(rows, num_q_heads, head_dim),

@@ -30,7 +30,7 @@ def finish(m, d, sink_log2):
     top = tl.maximum(m, sink_log2)
     shift = softmax_shift(top)
     total = d * tl.exp2(m - shift) + tl.exp2(sink_log2 - shift)
-    seen = m != float("-inf")
+    seen = d != 0.0  # not by m, which a row of NaN scores may leave at -inf: its d is NaN, and so is its result
     factor = tl.where(seen, tl.exp2(m - shift) / tl.where(seen, total, 1.0), 0.0)
     lse = tl.where(seen, (shift + tl.log2(tl.where(seen, total, 1.0))) * LN2, float("-inf"))
     return factor, lse
@@ -148,7 +148,7 @@ def block_attention_kernel(
             sink_log2 = tl.load(sinks_ptr + head, mask=live_row, other=float("-inf")) * LOG2E
         factor, lse = finish(m, d, sink_log2)
         # A row without keys is 0 by selection: its acc may not be multiplied into being.
-        out = tl.where((factor > 0)[:, None], acc * factor[:, None], 0.0)
+        out = tl.where((factor != 0.0)[:, None], acc * factor[:, None], 0.0)
         tl.store(out_ptr + out_row[:, None] * HEAD_DIM + lane_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=live_row[:, None] & in_head[None, :])
         if HAS_LSE:
             tl.store(lse_ptr + out_row, lse, mask=live_row)
@@ -186,7 +186,7 @@ def merge_kernel(
     if HAS_SINKS:
         sink_log2 = tl.load(sinks_ptr + row % Q_HEADS) * LOG2E
     factor, lse = finish(m, d, sink_log2)
-    out = tl.where(factor > 0, acc * factor, 0.0)
+    out = tl.where(factor != 0.0, acc * factor, 0.0)
     tl.store(out_ptr + row * HEAD_DIM + lane_d, cast(out, out_ptr.dtype.element_ty), mask=in_head)
     if HAS_LSE:
         tl.store(lse_ptr + row, lse)

@@ -8,6 +8,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <charconv>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -67,6 +69,15 @@ std::string list_text(const List& values) {
     text += std::to_string(values[i]);
   }
   return text + "]";
+}
+
+// As Python writes a float.
+inline std::string number_text(double value) {
+  const double size = std::abs(value);
+  const auto format = size != 0 && (size < 1e-4 || size >= 1e16) ? std::chars_format::scientific : std::chars_format::fixed;
+  char text[64];
+  const std::string number(text, std::to_chars(text, text + sizeof text, value, format).ptr);
+  return number.find_first_not_of("-0123456789") == std::string::npos ? number + ".0" : number;
 }
 
 inline std::string device_name(const Tensor& tensor) {
@@ -145,6 +156,14 @@ class Checker {
 
   void at_least(const std::string& name, int64_t value, int64_t least) const {
     if (value < least) fail(name + " is " + std::to_string(value) + ", must be at least " + std::to_string(least));
+  }
+
+  void finite(const std::string& name, double value) const {
+    if (!std::isfinite(value)) fail(name + " is " + number_text(value) + ", must be finite");
+  }
+
+  void finite_and_not_negative(const std::string& name, double value, const char* note = "") const {
+    if (!(std::isfinite(value) && value >= 0)) fail(name + " is " + number_text(value) + ", must be finite and at least 0" + note);
   }
 
   void one_of(const char* name, const std::string& value, std::initializer_list<const char*> choices) const {

@@ -38,18 +38,18 @@ CK_HD SoftmaxWeights softmax_merge(SoftmaxState first, SoftmaxState second) {
 // A head's sink joins the denominator and brings no value. Rows without a key stay empty. sink_log2 = sink * log2(e).
 // Returns the factor for the output; the sink may move the maximum, so that a large sink cannot overflow exp2.
 CK_HD float softmax_add_sink(SoftmaxState& state, float sink_log2) {
-  if (state.m == -INFINITY) return 1.0f;
+  if (state.d == 0.0f) return 1.0f;
   const SoftmaxWeights merged = softmax_merge(state, {sink_log2, 1.0f});
   state = merged.state;
   return merged.first;
 }
 
-// 1 / denominator; a row without a key gives 0, not 0 / 0.
-CK_HD float softmax_inverse(SoftmaxState state) { return state.m == -INFINITY ? 0.0f : 1.0f / state.d; }
+// 1 / denominator; a row without a key gives 0, not 0 / 0. NaN scores leave m alone and make d NaN, so that d tells who saw no key.
+CK_HD float softmax_inverse(SoftmaxState state) { return state.d == 0.0f ? 0.0f : 1.0f / state.d; }
 
 // Natural log of the denominator; -inf where no key was seen.
 CK_HD float softmax_lse(SoftmaxState state) {
-  return state.m == -INFINITY ? -INFINITY : (state.m + log2f(state.d)) * kLn2;
+  return state.d == 0.0f ? -INFINITY : (state.m + log2f(state.d)) * kLn2;
 }
 
 }  // namespace carryover_kernels

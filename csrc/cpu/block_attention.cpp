@@ -17,8 +17,8 @@ void check_arguments(
     const Tensor& q, const Tensor& k_block, const Tensor& v_block, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
     const Tensor& seq_lens, const std::optional<Tensor>& carry_k, const std::optional<Tensor>& carry_v,
     const std::optional<Tensor>& carry_lens, const std::optional<Tensor>& carry_slot_ids, const std::optional<Tensor>& block_start,
-    const std::optional<Tensor>& carry_positions, int64_t window_left, int64_t window_right, const std::optional<Tensor>& sinks,
-    double softcap, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t num_splits) {
+    const std::optional<Tensor>& carry_positions, std::optional<double> scale, int64_t window_left, int64_t window_right,
+    const std::optional<Tensor>& sinks, double softcap, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t num_splits) {
   Checker check("block_attention");
   check.tensor("q", q, "R B Hq D", kActivations, Layout::last_contiguous);
   const Dtypes same = {q.scalar_type()};
@@ -47,14 +47,11 @@ void check_arguments(
   }
   check.tensor("block_start", block_start, "R", kInt64, Layout::contiguous);
   check.tensor("carry_positions", carry_positions, "slots C", kInt64, Layout::contiguous);
+  if (scale) check.finite("scale", *scale);
   check.at_least("window_left", window_left, -1);
   check.at_least("window_right", window_right, -1);
   check.tensor("sinks", sinks, "Hq", kFloat32, Layout::contiguous);
-  check.require(softcap >= 0, [&] {
-    std::string text = std::to_string(softcap);
-    text.erase(std::max(text.find_last_not_of('0'), text.find('.') + 1) + 1);
-    return "softcap is " + text + ", must be at least 0 (0 = off)";
-  });
+  check.finite_and_not_negative("softcap", softcap, " (0 = off)");
   check.tensor("k_scale", k_scale, "1", kFloat32);
   check.tensor("v_scale", v_scale, "1", kFloat32);
   check.at_least("num_splits", num_splits, 0);
@@ -70,7 +67,7 @@ std::tuple<Tensor, Tensor> cpu::block_attention(
     int64_t num_splits, bool return_lse) {
   check_arguments(
       q, k_block, v_block, k_cache, v_cache, block_table, seq_lens, carry_k, carry_v, carry_lens, carry_slot_ids, block_start,
-      carry_positions, window_left, window_right, sinks, softcap, k_scale, v_scale, num_splits);
+      carry_positions, scale, window_left, window_right, sinks, softcap, k_scale, v_scale, num_splits);
 
   AttentionArgs args = {};
   args.requests = q.size(0), args.rows = q.size(1), args.q_heads = q.size(2), args.head_dim = q.size(3);

@@ -244,7 +244,7 @@ static inline float weight_of(float m, float highest) { return m == -__builtin_i
 static void finish_row(const AttentionArgs& args, int64_t request, int64_t kv_head, int64_t row, float m, float d, float* values) {
   const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group + row % group;
   const int64_t at = (request * args.rows + row / group) * args.q_heads + head;
-  const bool empty = m == -__builtin_inff();
+  const bool empty = d == 0.0f;  // not by m, which a row of NaN scores leaves at -inf: its d is NaN, and so is its result
   float factor = 1.0f;
   if (args.sinks && !empty) {
     const float highest = args.sinks[head] > m ? args.sinks[head] : m;  // a large sink must not overflow

@@ -17,7 +17,7 @@ void check_arguments(
     const std::optional<Tensor>& k_norm_weight, const std::optional<Tensor>& mark, const std::optional<Tensor>& mark_kv,
     const Tensor& rope_table, const Tensor& row_cache_slot, const Tensor& row_carry_slot, const Tensor& row_position,
     const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cache, const std::optional<Tensor>& carry_k,
-    const std::optional<Tensor>& carry_v, bool share_kv, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+    const std::optional<Tensor>& carry_v, double norm_eps, double k_norm_eps, bool share_kv, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   Checker check("project_states");
   check.tensor("states", states, "T F", kActivations, Layout::last_contiguous);
   const Dtypes same = {states.scalar_type()};
@@ -69,6 +69,8 @@ void check_arguments(
     check.tensor("carry_k", carry_k, "L slots C Hkv D", kActivations, Layout::last_contiguous);
     check.tensor("carry_v", carry_v, "L slots C Hkv D", {carry_k->scalar_type()}, Layout::last_contiguous);
   }
+  check.finite_and_not_negative("norm_eps", norm_eps);
+  check.finite_and_not_negative("k_norm_eps", k_norm_eps);
   check.tensor("k_scale", k_scale, "L", kFloat32, Layout::contiguous);
   check.tensor("v_scale", v_scale, "L", kFloat32, Layout::contiguous);
 }
@@ -83,7 +85,7 @@ void cpu::project_states(
     std::optional<Tensor> k_scale, std::optional<Tensor> v_scale) {
   check_arguments(
       states, fc_weight, kv_weight, kv_bias, k_norm_weight, mark, mark_kv, rope_table, row_cache_slot, row_carry_slot, row_position,
-      k_cache, v_cache, carry_k, carry_v, share_kv, k_scale, v_scale);
+      k_cache, v_cache, carry_k, carry_v, norm_eps, k_norm_eps, share_kv, k_scale, v_scale);
 
   ProjectArgs args = {};
   args.states = states.data_ptr(), args.kv_weight = kv_weight.data_ptr(), args.type = elem_of(states);

@@ -243,9 +243,9 @@ static inline VecF round_lanes(VecF x, Elem type) {
 static void project_norms(const ProjectArgs& args) {
   const int64_t lanes = project_lanes(args), units = args.fc_weight ? project_sizes(args).fc_units : 1;
   for (int64_t lane = 0; lane < lanes; ++lane) {
-    float sum = 0.0f;
+    double sum = 0.0;
     for (int64_t unit = 0; unit < units; ++unit) sum += args.partial_squares[unit * lanes + lane];
-    args.inverse_rms[lane] = rms_scale(sum, args.hidden, args.norm_eps);
+    args.inverse_rms[lane] = rms_scale(static_cast<float>(sum), args.hidden, args.norm_eps);
     const int64_t row = lane < args.num_active ? args.active[lane] : args.active[0];
     const float* table = args.rope_table + args.row_position[row] * args.rotary_dim;
     for (int64_t i = 0; i < args.rotary_dim; ++i)
@@ -253,9 +253,16 @@ static void project_norms(const ProjectArgs& args) {
   }
 }
 
-static inline VecF rms_of_lanes(VecF squares, int64_t count, float eps) {
+// 1/rms of each lane's column of x. Four chains: a column of a large head dim would pile up its rounding errors in one.
+template <class Round>
+static inline VecF rms_of_lanes(const float* x, int64_t count, float eps, Round round) {
+  VecF squares[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+  for (int64_t d = 0; d < count; ++d) {
+    const VecF y = round(load(x + d * kLanes));
+    squares[d % 4] = mul_add(y, y, squares[d % 4]);
+  }
   float lanes[kLanes];
-  store(lanes, squares);
+  store(lanes, (squares[0] + squares[1]) + (squares[2] + squares[3]));
   for (int i = 0; i < kLanes; ++i) lanes[i] = rms_scale(lanes[i], count, eps);
   return load(lanes);
 }
@@ -267,12 +274,7 @@ static void finish_keys(const ProjectArgs& args, int64_t layer, int64_t tile, fl
   const auto round = [&](VecF x) { return round_lanes(x, round_type); };
   if (args.k_norm_weight) {
     const float* weight = args.k_norm_weight + layer * args.head_dim;
-    VecF squares = splat(0.0f);
-    for (int64_t d = 0; d < args.head_dim; ++d) {
-      const VecF x = round(load(k + d * kLanes));
-      squares = mul_add(x, x, squares);
-    }
-    const VecF scale = rms_of_lanes(squares, args.head_dim, args.k_norm_eps);
+    const VecF scale = rms_of_lanes(k, args.head_dim, args.k_norm_eps, round);
     for (int64_t d = 0; d < args.head_dim; ++d) {
       const VecF x = round(round(load(k + d * kLanes)) * scale);
       store(k + d * kLanes, round(x * splat(round_one(weight[d], round_type))));
@@ -290,12 +292,7 @@ static void finish_keys(const ProjectArgs& args, int64_t layer, int64_t tile, fl
 
 static void finish_values(const ProjectArgs& args, float* v) {
   if (!args.v_norm) return;
-  VecF squares = splat(0.0f);
-  for (int64_t d = 0; d < args.head_dim; ++d) {
-    const VecF x = load(v + d * kLanes);
-    squares = mul_add(x, x, squares);
-  }
-  const VecF scale = rms_of_lanes(squares, args.head_dim, args.k_norm_eps);
+  const VecF scale = rms_of_lanes(v, args.head_dim, args.k_norm_eps, [](VecF x) { return x; });
   for (int64_t d = 0; d < args.head_dim; ++d) store(v + d * kLanes, load(v + d * kLanes) * scale);
 }
 

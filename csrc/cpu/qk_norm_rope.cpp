@@ -27,6 +27,7 @@ std::tuple<Tensor, Tensor, Tensor> cpu::qk_norm_rope(
   check.bind("D", head_dim);
   check.tensor("q_norm_weight", q_norm_weight, "D", kFloat32, Layout::contiguous);
   check.tensor("k_norm_weight", k_norm_weight, "D", kFloat32, Layout::contiguous);
+  check.finite_and_not_negative("eps", eps);
 
   const int64_t rows = qkv.size(0);
   Tensor q = torch::stable::new_empty(qkv, {rows, num_q_heads, head_dim});

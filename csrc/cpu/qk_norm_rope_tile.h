@@ -12,15 +12,8 @@ template <class Round>
 static inline void norm_and_rotate(const QkNormRopeArgs& args, const float* weight, const float* table, float* x, Round round) {
   const int dim = static_cast<int>(args.head_dim), half = static_cast<int>(args.rotary_dim / 2);
   if (weight) {
-    VecF squares = splat(0.0f);
-    int d = 0;
-    for (; d + kLanes <= dim; d += kLanes) squares = mul_add(load(x + d), load(x + d), squares);
-    float lanes[kLanes], sum = 0.0f;
-    store(lanes, squares);
-    for (int i = 0; i < kLanes; ++i) sum += lanes[i];
-    for (; d < dim; ++d) sum += x[d] * x[d];
-    const float scale = rms_scale(sum, dim, args.eps);
-    for (d = 0; d < dim; ++d) x[d] = round(round(x[d] * scale) * round(weight[d]));
+    const float scale = rms_scale(sum_of_squares(x, dim), dim, args.eps);
+    for (int d = 0; d < dim; ++d) x[d] = round(round(x[d] * scale) * round(weight[d]));
   }
   if (args.neox) {
     for (int j = 0; j < half; ++j) {
@@ -80,9 +73,7 @@ static void qk_norm_rope(const QkNormRopeArgs& args, int64_t first_row, int64_t 
     }
     for (int64_t head = 0; head < args.kv_heads; ++head, raw_v += row_bytes, v += row_bytes) {
       to_floats(x, raw_v, args.type, dim);
-      float sum = 0.0f;
-      for (int64_t d = 0; d < dim; ++d) sum += x[d] * x[d];
-      const float scale = rms_scale(sum, dim, args.eps);
+      const float scale = rms_scale(sum_of_squares(x, dim), dim, args.eps);
       for (int64_t d = 0; d < dim; ++d) x[d] *= scale;
       from_floats(v, args.type, x, dim);
     }

@@ -79,6 +79,19 @@ static inline void unpack_lanes(float* to, int64_t to_row, const float* from, in
     for (int64_t i = 0; i < rows; ++i) to[i * to_row + c] = from[c * 16 + i];
 }
 
+// Sum of squares of floats that lie side by side: 16 chains, whose ends and the rest are added in double.
+static inline float sum_of_squares(const float* x, int64_t count) {
+  VecF squares = splat(0.0f);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) squares = mul_add(load(x + i), load(x + i), squares);
+  float lanes[kLanes];
+  store(lanes, squares);
+  double sum = 0.0;
+  for (float lane : lanes) sum += lane;
+  for (; i < count; ++i) sum += static_cast<double>(x[i]) * x[i];
+  return static_cast<float>(sum);
+}
+
 // acc[u][v] += sum over k of W(u, k) * X[tile v][k][16]: W's elements are broadcast, X's come as whole vectors.
 // kDot: an element of W and a lane of X is a pair of bf16.
 template <int U, int V, bool kDot, class W>

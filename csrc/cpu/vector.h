@@ -179,7 +179,8 @@ static inline VecF exp_of(VecF x) {
   VecI n = bits(shifted);
   CK_EACH n.p[i] = n.p[i] - 0x4b400000;
   const VecF scaled = from_bits(bits(p) + shift_left(n, 23));
-  return select(less(x, splat(-87.0f)), splat(0.0f), scaled);
+  // A NaN's payload may have been added into its exponent.
+  return select(less(x, splat(-87.0f)), splat(0.0f), select(equal(x, x), scaled, x));
 #endif
 }
 
