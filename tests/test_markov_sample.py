@@ -176,6 +176,15 @@ def test_samples_follow_the_distribution(rng, device, backend):
     assert chi_squared(counts, torch.softmax(logits / 1.0, 0)) > chi_squared_limit(5)  # the test can fail
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1e-45])
+def test_the_coldest_temperatures_take_the_largest_logit(temperature, device):
+    """Many logits over T pass float32's largest value; and a GPU that flushes denormals sees T = 0."""
+    base = torch.tensor([1.0, 39.0, 40.0, 3.0, 2.0]).expand(2, 3, 5)
+    requests = {"temperature": torch.full((2,), temperature), "seeds": torch.arange(2), "offsets": torch.arange(2)}
+    (tokens, _, probs, _), _ = run(NAME, {"base_logits": base, "anchor_tokens": torch.zeros(2, dtype=torch.int64), "return_probs": True} | requests, device)
+    assert (tokens == 2).all() and torch.equal(probs, torch.eye(5)[2].expand(2, 3, 5))
+
+
 def test_neighbouring_seeds_offsets_and_steps_are_independent(device, backend):
     """Pairs of tokens of adjacent seeds, offsets and steps: uniform over the square, by chi-squared."""
     count = 1500 if backend == "reference" else 6000

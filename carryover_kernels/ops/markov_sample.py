@@ -144,7 +144,7 @@ def markov_sample(
         head_weight: G or J in markov_w1's dtype; head_bias: [rows of head_weight] f32 or None.
         confidence_weight: [1, H] or [1, H + r] f32, with the W1 row in the latter; confidence_bias: [1] f32 or None.
         draft_to_target: [V] i64 or None: OFFSET added to a draft id to get the target's (speculators' d2t).
-        temperature: [R] f32 or None = greedy; 0 = greedy for that request.
+        temperature: [R] f32 or None = greedy; 0 = greedy for that request; between 0 and 1e-30 counts as 1e-30.
         seeds: [R] i64 and offsets: [R] i64, with temperature. ``offsets`` must differ at every call for the same seed (a round counter): with
             carryover the next draft depends on the last one's random numbers, so reusing them would bias the output.
         return_logits, return_probs: also give the corrected logits, and the distribution sampled from (one-hot where greedy).

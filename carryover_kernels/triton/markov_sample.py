@@ -12,6 +12,12 @@ from ._configs import config
 
 
 @triton.jit
+def coldest(temperature):
+    """At least 1e-30 where it is over 0: logit / T stays finite, or every token over 0 would tie at infinity."""
+    return tl.where(temperature > 0, tl.maximum(temperature, 1e-30), 0.0)
+
+
+@triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
@@ -144,7 +150,7 @@ def vocab_kernel(
     score = logit
     temperature = 0.0
     if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + r)
+        temperature = coldest(tl.load(temperature_ptr + r))
         if temperature > 0:
             score = logit / temperature + gumbels(tl.load(seeds_ptr + r), tl.load(offsets_ptr + r), step, STREAM_DRAFT, v)
     score = tl.where(there, score, float("-inf"))
@@ -174,7 +180,7 @@ def probs_kernel(
     s = tl.arange(0, BLOCK_SPLITS)
     temperature = 0.0
     if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + r)
+        temperature = coldest(tl.load(temperature_ptr + r))
     v = split * BLOCK_V + tl.arange(0, BLOCK_V)
     logit = tl.load(logits_ptr + (r * steps + step) * vocab + v, mask=v < vocab, other=float("-inf"))
     if temperature > 0:

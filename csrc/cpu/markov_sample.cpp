@@ -13,6 +13,9 @@
 namespace carryover_kernels {
 namespace {
 
+// A colder request is sampled at this temperature: logit / T stays finite, or every token over 0 would tie at infinity.
+constexpr float kColdest = 1e-30f;
+
 inline float value_of(float x) { return x; }
 
 struct BFloat16 {
@@ -232,7 +235,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cpu::markov_sample(
           continue;
         }
         const float* row = row_of(q, i);
-        const float t = temperatures ? temperatures[q] : 0.0f;
+        float t = temperatures ? temperatures[q] : 0.0f;
+        if (t > 0) t = std::max(t, kColdest);
         const int64_t choice = t > 0
             ? gumbel_argmax([&](int64_t v) { return row[v] / t; }, vocab, data<const int64_t>(seeds)[q], data<const int64_t>(offsets)[q], i,
                             kStreamDraft)
