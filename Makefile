@@ -14,10 +14,10 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint $(C
 LIBRARY := carryover_kernels/libcarryover_kernels_cpu.so
 SOURCES := CMakeLists.txt setup.py $(shell find csrc -type f)
 
-.PHONY: help demo test native bench bench-quick models study study-quick wheel clean
+.PHONY: help demo test native bench bench-quick models study study-quick study-shipped wheel clean
 
 help:
-	@echo 'make demo | test | native | bench | bench-quick | models | study | study-quick | wheel | clean'
+	@echo 'make demo | test | native | bench | bench-quick | models | study | study-quick | study-shipped | wheel | clean'
 
 demo: $(LIBRARY)
 	$(PY) -m carryover_kernels.cli.main demo $(ARGS)
@@ -44,6 +44,12 @@ study: $(LIBRARY)
 study-quick: $(LIBRARY)
 	$(PY) -m carryover_kernels.training.study --quick --seeds 7 --work build/study-quick --out build/study-quick/study.json $(ARGS)
 	$(PY) -m carryover_kernels.training.study_docs build/study-quick/study.json build/study-quick/study.md
+
+# Trains nothing: the embedded pair on 64 held-out prompts a kind and temperature (PROMPTS=256: four times as long).
+PROMPTS ?= 64
+study-shipped: $(LIBRARY)
+	$(PY) -m carryover_kernels.training.study --shipped --prompts $(PROMPTS) --work build/study-shipped-$(PROMPTS) --out docs/study.json $(ARGS)
+	$(PY) -m carryover_kernels.training.study_docs docs/study.json docs/study.md
 
 wheel: $(LIBRARY)
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .

@@ -60,6 +60,37 @@ def test_demo_proves_equality_and_tells_what_it_cost(models, capsys):
     assert not ESCAPE.search(out), "colour codes in a pipe"
 
 
+def test_demo_plots_the_shares_it_prints(models, tmp_path, capsys, monkeypatch):
+    axes = pytest.importorskip("matplotlib.axes", reason="the extra `plots`").Axes
+    drawn, bar = {}, axes.bar
+
+    def watched(self, at, heights, width, label):
+        drawn[label] = (list(at), list(heights))
+        return bar(self, at, heights, width, label=label)
+
+    monkeypatch.setattr(axes, "bar", watched)
+    file = tmp_path / "shares.png"
+    code, out, _ = run(capsys, "demo", "--models", models, "--prompts", 2, "--max-new-tokens", 16, "--plot", file)
+    assert code == 0 and f"plot: {file}" in " ".join(out.split())
+    assert file.read_bytes().startswith(b"\x89PNG\r\n") and file.stat().st_size > 2000
+    printed = re.findall(r"^ +(\d+)  (\w+) +[#\u2588]* +(\d+)%$", out, re.M)
+    assert printed and {name for _, name, _ in printed} == set(drawn)
+    for name, (at, heights) in drawn.items():
+        mine = [(int(position), int(share)) for position, other, share in printed if other == name]
+        assert mine == [(i, round(height)) for i, height in enumerate(heights, 1)]
+        assert [round(x) for x in at] == list(range(1, len(heights) + 1))
+
+
+@pytest.mark.parametrize("name", ["shares.pdf", "no/folder/shares.png"])
+def test_demo_refuses_a_plot_before_it_decodes(models, tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setattr(demo_module, "generate", None)
+    code, _, err = run(capsys, "demo", "--models", models, "--plot", tmp_path / name)
+    assert code == 2 and "must be a .png file in a folder that exists" in " ".join(err.split())
+    monkeypatch.setattr(demo_module.importlib.util, "find_spec", lambda name: None)
+    code, _, err = run(capsys, "demo", "--models", models, "--plot", tmp_path / "shares.png")
+    assert code == 2 and "matplotlib is not installed" in " ".join(err.split())
+
+
 def test_demo_says_when_no_drafter_carries(tmp_path, capsys):
     models = write_tiny_models(tmp_path, mark=False)
     code, out, _ = run(capsys, "demo", "--models", models, "--prompts", 1, "--max-new-tokens", 4)

@@ -579,6 +579,42 @@ def test_chained_decoding_walks_like_the_record(tiny_target, rng):
             assert history[1] == torch.cumprod(((drafts == labels) & kept).long(), -1).sum().item()
 
 
+def test_chained_decoding_drops_finished_rows_and_never_copies_the_cache(tiny_target, rng, monkeypatch):
+    """Prompts of very unequal length in one batch decode as each does alone, and passes get fewer rows as prompts end."""
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, _, _ = records_like(drafter, tiny_target, rng)
+    whole = ids[0, : lengths[0]].tolist()
+    records = [data.Record("", whole[:n], 3, 0.0) for n in (6, 7, 8, len(whole))]
+    alone = [carry.chained(drafter, tiny_target, [one], carry="on")[0] for one in records]
+    seen, verify = [], rollout.verify_branches
+
+    def watched(target, past, *rest):
+        before = [(layer.keys.data_ptr(), layer.keys.shape[0]) for layer in past.layers]
+        out = verify(target, past, *rest)
+        assert [(layer.keys.data_ptr(), layer.keys.shape[0]) for layer in past.layers] == before
+        seen.append(before[0][1])
+        return out
+
+    monkeypatch.setattr(rollout, "verify_branches", watched)
+    assert carry.chained(drafter, tiny_target, records, carry="on") == alone
+    assert seen[0] == 4 and seen[-1] == 1 and seen == sorted(seen, reverse=True)
+    seen.clear()
+    carry.chained(drafter, tiny_target, records, carry="shuffled")  # a finished prompt's rows are still another one's
+    assert set(seen) == {4}
+
+
+def test_a_reused_cache_verifies_as_a_fresh_one(tiny_target, rng):
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, anchors, _ = records_like(drafter, tiny_target, rng)
+    reused = None
+    for _ in range(3):
+        drafts = torch.randint(0, drafter.c.vocab, (*anchors[:, :2].shape, drafter.c.proposals), generator=rng)
+        _, past = rollout.record_pass(tiny_target, ids, drafter.c.taps)
+        reused = reused or rollout.reuse(rollout.record_pass(tiny_target, ids, drafter.c.taps)[1], drafts[0].numel())
+        found = rollout.verify_branches(tiny_target, reused, lengths, anchors[:, :2], drafts, drafter.c.taps)
+        assert torch.equal(found, rollout.verify_branches(tiny_target, past, lengths, anchors[:, :2], drafts, drafter.c.taps))
+
+
 def test_bootstrap_brackets_the_gain():
     one, other = [(12, 3, [])] * 30, [(12, 4, [])] * 30
     result = carry.paired_bootstrap(one, other, draws=200)

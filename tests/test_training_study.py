@@ -1,16 +1,18 @@
 """The study's measures on cases small enough to check by hand, and its gain held by the shipped weights."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from test_training import records_like, tiny_drafter, tiny_target  # noqa: F401 (a fixture)
 
-from carryover_kernels.training import cache, carry, data, measures
+from carryover_kernels.training import cache, carry, data, measures, study, study_docs
 from carryover_kernels.training.model import DraftModel, attention_apart
 
 MODELS = Path(carry.__file__).parents[1] / "models"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def records_of(drafter, target, rng):
@@ -88,6 +90,42 @@ def test_summary_by_hand():
     assert out["by_position"]["none_1 off"] == [6 / 18] and out["by_position"]["carryover_1 on"] == [4 / 16, 4 / 16]
     assert out["reconvergence"]["kinds"]["code"] == {"reconverged": 0.5, "gain": pytest.approx(0.5)}
     json.dumps(out)  # study.json holds it
+
+
+def test_an_earlier_runs_pairs_are_kept_only_under_the_same_settings(tmp_path):
+    settings, file = asdict(study.Settings()), tmp_path / "study.json"
+    assert study.kept(file, settings) == {}
+    file.write_text(json.dumps({"settings": {**settings, "chained": 1}, "prompts": {"0": 4}, "pairs": {"layers_1": {}}, "shipped": {}}))
+    assert study.kept(file, settings) == {"pairs": {"layers_1": {"prompts": {"0": 4}}}, "shipped": {}}
+    with pytest.raises(ValueError, match="made with other settings"):
+        study.kept(file, {**settings, "lr": 1.0})
+
+
+def test_the_embedded_pair_is_measured_and_told(tmp_path, monkeypatch):
+    """One prompt a kind through all of --shipped, beside what study.json held; the text has its figures."""
+    file = tmp_path / "study.json"
+    before = json.loads((DOCS / "study.json").read_text())
+    file.write_text(json.dumps(before))
+    small = replace(study.Settings(), new_tokens=8)
+    monkeypatch.setattr(study, "Settings", lambda **_: small)
+    study.main(["--shipped", "--prompts", "1", "--work", str(tmp_path / "work"), "--out", str(file)])
+    after = json.loads(file.read_text())
+    assert after["pairs"] == before["pairs"] and after["shipped"]["prompts"]["0"] <= 4
+    for m in after["shipped"]["measures"].values():
+        assert list(m["acceptance_length"]) == ["none_shipped off", *(f"carryover_shipped {side}" for side in ("on", "off", "shuffled"))]
+        assert list(m["contrasts"]) == [f"carryover on / {other}" for other in ("none off", "carryover off", "carryover shuffled")]
+    study_docs.main([str(file), str(tmp_path / "study.md"), "--no-plots"])
+    told = (tmp_path / "study.md").read_text()
+    assert study_docs.interval(after["shipped"]["measures"]["0.7"]["contrasts"]["carryover on / carryover shuffled"]["all"]) in told
+
+
+def test_study_text_is_what_its_json_says(tmp_path):
+    for plot in ("layers_1_position", "potential", "shipped_position"):
+        (tmp_path / "study").mkdir(exist_ok=True)
+        (tmp_path / "study" / f"{plot}.png").touch()
+    study_docs.main([str(DOCS / "study.json"), str(tmp_path / "study.md"), "--no-plots"])
+    assert (tmp_path / "study.md").read_text() == (DOCS / "study.md").read_text()
+    assert {p.name for p in (tmp_path / "study").iterdir()} == {p.name for p in (DOCS / "study").iterdir()}
 
 
 def test_shipped_drafter_recalls_more_with_carry():

@@ -1,5 +1,6 @@
 """``carryover demo``: held-out prompts, the embedded target alone and with its drafters, side by side."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -13,6 +14,8 @@ MODELS = Path(__file__).resolve().parent.parent / "models"
 
 
 def run_demo(prompts: int, max_new_tokens: int, only: str | None = None, models: Path | None = None, plot: Path | None = None) -> int:
+    if plot is not None:
+        _check_plot(plot)
     console = new_console()
     models = models or MODELS
     # float32: then a greedy pass over many rows and one over a single row give the same tokens.
@@ -159,11 +162,17 @@ def _bars(console, shares: dict[str, list[float]]):
                 say(console, f"{i + 1:>3}  {name:<{width}}  {full * round(40 * values[i]):<40} {values[i]:4.0%}")
 
 
+def _check_plot(path: Path):
+    """Before anything is decoded: what would only fail once all of it is done."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"demo: plot is {path} and matplotlib is not installed, must be left out (or: pip install matplotlib)")
+    if path.suffix.lower() != ".png" or path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"demo: plot is {path}, must be a .png file in a folder that exists")
+
+
 def _plot(path: Path, shares: dict[str, list[float]]):
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError(f"demo: plot is {path} and matplotlib is not installed, must be left out (or: pip install matplotlib)") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -173,22 +173,30 @@ def chained(model, target, records, *, carry, batch=32, details=False):
     carry: True or "on", False or "off", or "shuffled" (each prompt carries another one's rows).
     -> list of (tokens, rounds, accepted each); details adds how many drafts after the first rejected one agree all the same.
     """
-    results = [None] * len(records)
     on, shuffled = carry in (True, "on", "shuffled"), carry == "shuffled"
     order = sorted(range(len(records)), key=lambda i: len(records[i].ids))
     steps = torch.arange(model.c.proposals)
+    history, tokens, again = [[] for _ in records], [0] * len(records), [0] * len(records)
     for begin in range(0, len(order), batch):
         part = order[begin : begin + batch]
         ids, lengths = data.pad_records([records[j] for j in part])
         features, past = rollout.record_pass(target, ids, model.c.taps)
+        past = rollout.reuse(past, model.c.proposals)
         outside = rollout.context_keys(model, features)
         anchors = torch.tensor([[records[j].start] for j in part])
-        history, tokens, again = [[] for _ in part], [0] * len(part), [0] * len(part)
         left = None
         while True:
             active = anchors[:, 0] < lengths - 1
             if not active.any():
                 break
+            # Finished rows are dropped once they are a quarter: each time costs one copy. Shuffled, a neighbour must stay.
+            if not shuffled and active.sum() <= 0.75 * len(part):
+                part = [j for j, live in zip(part, active.tolist(), strict=True) if live]
+                ids, lengths, features, anchors = (t[active] for t in (ids, lengths, features, anchors))
+                outside = [(k[active], v[active]) for k, v in outside]
+                left = left and tuple(t[active] for t in left)
+                past.batch_select_indices(active)
+                active = active[active]
             rows = rollout.draft_rows(model, features, lengths, ids, anchors, left, outside)
             drafts, _ = model.propose(rows, torch.gather(ids, 1, anchors))
             labels, kept = data.block_labels(ids, lengths, anchors, active[:, None], model.c.proposals)
@@ -197,22 +205,19 @@ def chained(model, target, records, *, carry, batch=32, details=False):
             after = (agrees & (steps > accepted[..., None])).sum(-1)
             if on:
                 states = rollout.verify_branches(target, past, lengths, anchors, drafts, model.c.taps)
-                past.crop(-model.c.proposals)
                 rejected = (steps >= accepted[..., None]) & active[:, None, None]
                 positions = anchors[..., None] + 1 + steps
                 if shuffled:  # as many rows as its own, at its own positions, of the neighbour's branch
                     states = states.roll(1, 0)
                 left = (states, positions, rejected)
-            for row, at_work in enumerate(active.tolist()):
-                if at_work:
+            for row, j in enumerate(part):
+                if active[row]:
                     m = int(accepted[row, 0])
-                    tokens[row] += min(m + 1, int(lengths[row]) - 1 - int(anchors[row, 0]))
-                    history[row].append(m)
-                    again[row] += int(after[row, 0])
+                    tokens[j] += min(m + 1, int(lengths[row]) - 1 - int(anchors[row, 0]))
+                    history[j].append(m)
+                    again[j] += int(after[row, 0])
             anchors = torch.where(active[:, None], anchors + accepted + 1, anchors).clamp_max(ids.shape[1] - 1)
-        for row, j in enumerate(part):
-            results[j] = (tokens[row], len(history[row]), history[row], *([again[row]] if details else []))
-    return results
+    return [(t, len(h), h, *([a] if details else [])) for t, h, a in zip(tokens, history, again, strict=True)]
 
 
 def acceptance_length(results):

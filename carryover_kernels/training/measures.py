@@ -125,9 +125,10 @@ def summary(rows, held, cells, seeds):
         planned = []
         for name in cells:
             if "on" in rows[f"{name}_{seeds[0]}"][t]:
-                planned += [(name, "on", other, "off") for other in ("none", "plain", "base") if other in ("base", *cells)]
+                planned += [(name, "on", other, "off") for other in ("none", "plain", "base")
+                            if other in cells or other in rows]
                 planned += [(name, "on", name, "off"), (name, "on", name, "shuffled")]
-            else:
+            elif "base" in rows:
                 planned.append((name, "off", "base", "off"))
         for one, a, other, b in planned:
             some = [s for s in seeds if a in rows[f"{one}_{s}"][t] and (other == "base" or b in rows[f"{other}_{s}"][t])]

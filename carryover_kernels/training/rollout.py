@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers.cache_utils import DynamicLayer
 
 from carryover_kernels.training import masks
 from carryover_kernels.training.data import block_labels
@@ -133,11 +134,37 @@ def record_pass(target, ids, taps, last=False):
     return (*found, out.last_hidden_state) if last else found
 
 
+class ReusedLayer(DynamicLayer):
+    """One layer's recorded K and V [N, heads, S, D] with room for `rows` branch rows behind them, written in place: every pass
+    overwrites the last one's, so that a cache which serves many passes is neither copied nor cropped."""
+
+    def __init__(self, layer, rows):
+        if type(layer) is not DynamicLayer:
+            raise ValueError(f"train: a layer's cache is {type(layer).__name__}, must be DynamicLayer (full attention)")
+        super().__init__()
+        self.is_initialized, self.length = True, layer.keys.shape[-2]
+        self.keys, self.values = (torch.cat([t, t.new_zeros(*t.shape[:2], rows, t.shape[-1])], 2) for t in (layer.keys, layer.values))
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.keys[:, :, self.length :] = key_states
+        self.values[:, :, self.length :] = value_states
+        return self.keys, self.values
+
+    def get_seq_length(self):
+        return self.length
+
+
+def reuse(past, rows):
+    """The cache that record_pass gave, for any number of verify_branches passes of `rows` branch rows a sequence."""
+    past.layers = [ReusedLayer(layer, rows) for layer in past.layers]
+    return past
+
+
 @torch.no_grad()
 def verify_branches(target, past, lengths, anchors, drafts, taps, logits=False):
     """Tap states [N, A, P, F] of every branch's draft rows (the anchor's row is the recorded one), all branches in one
-    pass over the shared record. `past` is left with the branch rows appended: it is used up. logits True: also the target's greedy
-    tokens after each row, [N, A, P]."""
+    pass over the shared record. `past` is left with the branch rows appended: it is used up, unless `reuse` made it. logits
+    True: also the target's greedy tokens after each row, [N, A, P]."""
     n, count, proposals = drafts.shape
     length = past.get_seq_length()
     valid = torch.arange(length, device=lengths.device) < lengths[:, None]

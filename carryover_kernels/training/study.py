@@ -35,6 +35,9 @@ CELLS = {
     "carryover_zero_mark": {"mode": "carryover", "mark_scale": 0.0},
 }
 
+# The embedded drafters that differ by carry alone: cell -> folder.
+SHIPPED = {"none": "dflash_small", "carryover": "dflash_small_carryover"}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -61,14 +64,15 @@ class Settings:
     warmup: int = 20
     held_out: int = 256  # prompts a kind, answered greedily
     held_out_sampled: int = 128  # prompts a kind, answered at temperature 0.7
-    chained: int = 32  # of the greedy ones, prompts a kind that are decoded; of the sampled ones half as many
+    chained: int = 32  # of the greedy ones, prompts a kind that are decoded
+    chained_sampled: int = 16  # of the sampled ones
     chained_batch: int = 32
     recall_prompts: int = 128  # a kind
     potential_records: int = 64  # training records a kind and temperature
 
 
 QUICK = dict(records=24, new_tokens=16, anchors_kept=8, base_steps=4, steps=4, base_batch=4, base_anchors=8, batch=4, anchors=6,
-             warmup=1, held_out=4, held_out_sampled=4, chained=4, recall_prompts=4,
+             warmup=1, held_out=4, held_out_sampled=4, chained=4, chained_sampled=2, recall_prompts=4,
              potential_records=4)
 
 
@@ -97,11 +101,15 @@ class Study:
         self.models, self.work, self.settings = Path(models), Path(work), settings
         self.target, self.tokenizer = data.load_target(self.models / "target")
         self.embed = self.target.get_input_embeddings().weight.detach()
-        files, self.library = corpus.standard_library()
-        made = embedded.Settings(records=settings.records, new_tokens=settings.new_tokens)
+        self.files, self.library = corpus.standard_library()
+
+    @cached_property
+    def records(self):
+        """The target's responses to training prompts."""
+        made = embedded.Settings(records=self.settings.records, new_tokens=self.settings.new_tokens)
         writer = data.load_target(self.models / "target", torch.bfloat16)[0]
-        found = embedded.write_records(made, self.work, files, self.tokenizer, writer)
-        self.records = [r for r in found if len(r.ids) - r.start > 2]
+        found = embedded.write_records(made, self.work, self.files, self.tokenizer, writer)
+        return [r for r in found if len(r.ids) - r.start > 2]
 
     @cached_property
     def held(self):
@@ -112,7 +120,7 @@ class Study:
     @cached_property
     def decoded(self):
         """The prompts of `held` that are decoded, the first of each kind."""
-        counts = {"0": self.settings.chained, "0.7": max(1, self.settings.chained // 2)}
+        counts = {"0": self.settings.chained, "0.7": self.settings.chained_sampled}
         return {t: [r for kind in corpus.KINDS for r in [r for r in held if r.kind == kind][: counts[t]]] for t, held in self.held.items()}
 
     def load(self, folder, mark=None):
@@ -143,10 +151,13 @@ class Study:
         """The rejected branches of a baseline, on disk."""
         s = self.settings
         folder, model = self.work / pair / "branches", self.load(base)
+        if (folder / "done").exists():
+            return cache.Store(folder, self.records)
         most = cache.largest_bytes(self.records, s.anchors_kept, model.c.proposals, len(model.c.taps) * model.c.target_hidden)
         embedded.log(f"{pair}: branches of {len(self.records)} records, at most {most / 1e9:.2f} GB in {folder}")
         with progress_bar(f"{pair} branches", len(self.records)) as tick:
             cache.build(folder, model, self.target, self.records, anchors=s.anchors_kept, seed=1, limit=s.limit_gb * 1e9, on_records=tick)
+        (folder / "done").touch()
         return cache.Store(folder, self.records)
 
     def cell(self, pair, name, seed, base):
@@ -189,9 +200,11 @@ class Study:
 
     def out_of(self, folder, name):
         """A measure's file: beside the model, or in the work folder where the model is an embedded one."""
-        inside = Path(folder) if self.work in Path(folder).parents else self.work / Path(folder).name
-        (inside.parent / "measures").mkdir(parents=True, exist_ok=True)
-        return inside.parent / "measures" / f"{inside.parent.name}_{name}"
+        folder = Path(folder)
+        cell = folder.parent if self.work in folder.parents else self.work / folder.name
+        at = (cell if self.work in folder.parents else self.work) / "measures"
+        at.mkdir(parents=True, exist_ok=True)
+        return at / f"{cell.name}_{name}"
 
     def recall(self, folder, base, temperature):
         at = self.out_of(folder, f"recall_t{temperature}.json")
@@ -215,7 +228,7 @@ class Study:
     def run(self, pair, cells, seeds):
         """All of one pair; its part of study.json."""
         base, found = self.baseline(pair), self.potential(pair)
-        found.update(cells={}, measures={})
+        found.update(cells={}, measures={}, prompts={t: len(r) for t, r in self.decoded.items()})
         rows = {"base": {t: {"off": self.chained(base, t, "off")} for t in self.held}}
         for seed in seeds:
             for name in cells:
@@ -225,17 +238,30 @@ class Study:
                 carries = CELLS[name]["mode"] == "carryover"
                 rows[key] = {t: {side: self.chained(folder, t, side) for side in self.sides(name, seed, seeds, t)} for t in self.decoded}
                 if carries and seed == seeds[0]:
-                    found["cells"][key]["recall"] = {"0": self.recall(folder, base, "0")}
+                    found["cells"][key]["recall"] = {t: self.recall(folder, base, t) for t in self.decoded}
                     found["cells"][key]["attention"] = self.attention(folder)
         found["measures"] = measures.summary(rows, self.decoded, cells, seeds)
         return found
 
+    def shipped(self):
+        """The embedded pair that differs by carry alone, measured as it ships; nothing is trained. Its part of study.json."""
+        folders = {name: self.models / folder for name, folder in SHIPPED.items()}
+        rows = {}
+        for name, folder in folders.items():
+            sides = self.wanted if name == "carryover" else ("off",)
+            rows[f"{name}_shipped"] = {t: {side: self.chained(folder, t, side) for side in sides} for t in self.decoded}
+        carried = folders["carryover"]
+        return {
+            "prompts": {t: len(r) for t, r in self.decoded.items()},
+            "measures": measures.summary(rows, self.decoded, list(folders), ["shipped"]),
+            "recall": {t: self.recall(carried, folders["none"], t) for t in self.decoded},
+            "attention": self.attention(carried),
+        }
+
     def sides(self, name, seed, seeds, temperature):
         """How a cell's drafter decodes: without carry, with it, and with another prompt's rows. The first seed does all of it
-        greedily; sampled records are decoded by the first seed alone, the further seeds do the main contrast."""
+        greedily; on sampled records, and with further seeds, only the main contrast is decoded."""
         first = seed == seeds[0]
-        if temperature != "0" and not first:
-            return ()
         if CELLS[name]["mode"] != "carryover":
             return ("off",)
         return tuple(s for s in self.wanted if s == "on" or (first and temperature == "0"))
@@ -247,6 +273,22 @@ class Study:
             some = [r for kind in corpus.KINDS for r in [r for r in self.held["0"] if r.kind == kind][:16]]
             write_json(at, measures.attention_on_carried(model, self.target, some))
         return json.loads(at.read_text())
+
+
+# How much is decoded: pairs of one study may differ in it, each tells its own numbers.
+DECODED = ("held_out", "held_out_sampled", "chained", "chained_sampled", "chained_batch", "recall_prompts")
+
+
+def kept(file, settings):
+    """What an earlier run of the same settings left in study.json: its other pairs, and the embedded pair's measures."""
+    if not file.exists():
+        return {}
+    before = json.loads(file.read_text())
+    if any(before["settings"].get(key, value) != value for key, value in settings.items() if key not in DECODED):
+        raise ValueError(f"study: {file} was made with other settings, must be from these: use another file")
+    for pair in before["pairs"].values():
+        pair.setdefault("prompts", before.get("prompts"))
+    return {key: before[key] for key in ("pairs", "shipped") if key in before}
 
 
 def main(argv=None):
@@ -263,18 +305,27 @@ def main(argv=None):
     parser.add_argument("--sides", nargs="+", choices=sides, default=list(sides), help="how carryover cells decode")
     parser.add_argument("--steps", type=int, help="of each cell (default: the study's)")
     parser.add_argument("--quick", action="store_true", help="a few steps and prompts, minutes: shows that the script works")
+    parser.add_argument("--shipped", action="store_true",
+                        help="train nothing: measure the embedded pair again and put that into --out, which keeps the rest")
+    parser.add_argument("--prompts", type=int, help="held-out prompts a kind and temperature, all decoded (default: the study's)")
     parser.add_argument("--threads", type=int, default=0)
     arguments = parser.parse_args(argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     settings = Settings(**(QUICK if arguments.quick else {}))
     settings = replace(settings, steps=arguments.steps or settings.steps)
+    if n := arguments.prompts:
+        settings = replace(settings, held_out=n, held_out_sampled=n, chained=n, chained_sampled=n)
     arguments.work.mkdir(parents=True, exist_ok=True)
     study = Study(arguments.models, arguments.work.resolve(), settings, arguments.temperatures, arguments.sides)
+    if arguments.shipped:
+        write_json(arguments.out, {**json.loads(arguments.out.read_text()), "shipped": study.shipped()})
+        return
     out = {"settings": asdict(settings), "library": study.library, "versions": evaluation.versions(), "threads": torch.get_num_threads(),
-           "processors": os.cpu_count(), "prompts": {t: len(r) for t, r in study.decoded.items()}, "pairs": {}}
+           "processors": os.cpu_count(), "pairs": {}}
+    out.update(kept(arguments.out, out["settings"]))
     for pair in arguments.potential:
-        out["pairs"][pair] = study.potential(pair)
+        out["pairs"][pair] = {**out["pairs"].get(pair, {}), **study.potential(pair)}
     for pair in arguments.pairs:
         out["pairs"][pair] = study.run(pair, arguments.cells, arguments.seeds)
         write_json(arguments.out, out)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from carryover_kernels.training.corpus import KINDS
+from carryover_kernels.training.study import SHIPPED
 
 SIDES = {"on": "on", "off": "off", "shuffled": "another prompt's rows"}
 
@@ -48,13 +49,49 @@ def summary(out):
             f"- **Drafter of {pair['layers']} layer{'s' if pair['layers'] > 1 else ''}** (baseline's acceptance length {base:.2f}): the "
             f"acceptance length with carried states {verdict(c)}: {interval(c['all'])}.{aim}"
         )
+    if "shipped" in out:
+        told = ", ".join(f"{interval(m['contrasts']['carryover on / none off']['all'])} " + ("greedily" if t == "0" else f"at temperature {t}")
+                         for t, m in out["shipped"]["measures"].items())
+        lines.append(f"- **The embedded pair of one layer**, one seed, more prompts: {told}.")
     return "\n".join(lines)
 
 
 def pair_text(name, pair, folder):
-    parts = [f"## Drafter of {pair['layers']} layer{'s' if pair['layers'] > 1 else ''}\n"]
-    for t, m in pair["measures"].items():
-        kinds = [k for k in ("all", *KINDS) if k in m["acceptance_length"]["base off"]]
+    parts = [f"## Drafter of {pair['layers']} layer{'s' if pair['layers'] > 1 else ''}\n", measures_text(pair["measures"])]
+    parts.append(recall_text({key: cell["recall"] for key, cell in pair["cells"].items() if "recall" in cell}, "the baseline's"))
+    parts.append(attention_text({key: cell["attention"] for key, cell in pair["cells"].items() if "attention" in cell}))
+    parts.append(reconvergence_text(pair["measures"]))
+    if (folder / f"{name}_position.png").exists():
+        parts.append(f"![acceptance by position]({folder.name}/{name}_position.png)\n")
+    parts.append("### Cells\n")
+    parts.append(table(["cell", "steps", "minutes", "last loss", "mark / size of a row"], [
+        [key, c["steps"], f"{c['minutes']:.1f}", f"{c['last_loss']:.3f}", f"{c['mark_size'] / c['row_size']:.2f}" if "mark_size" in c else "-"]
+        for key, c in pair["cells"].items()
+    ]) + "\n")  # fmt: skip
+    return "\n".join(p for p in parts if p)
+
+
+def shipped_text(out, folder):
+    """The embedded pair, measured as it ships."""
+    if "shipped" not in out:
+        return ""
+    s = out["shipped"]
+    parts = [
+        "## The embedded pair as it ships\n",
+        f"`dflash_small` (none) and `dflash_small_carryover` (carryover), one training seed, decoded again by "
+        f"`python -m carryover_kernels.training.study --shipped`: {_decoded(s['prompts'])}.\n",
+        measures_text(s["measures"]), recall_text({"carryover shipped": s["recall"]}, "the control's"),
+        attention_text({"carryover shipped": s["attention"]}), reconvergence_text(s["measures"]),
+    ]
+    if (folder / "shipped_position.png").exists():
+        parts.append(f"![acceptance by position]({folder.name}/shipped_position.png)\n")
+    return "\n".join(p for p in parts if p)
+
+
+def measures_text(measures):
+    parts = []
+    for t, m in measures.items():
+        kinds = ["all", *(k for k in KINDS if k in next(iter(m["acceptance_length"].values())))]
         how = "greedy" if t == "0" else f"responses sampled at temperature {t}"
         parts.append(f"### Acceptance length, {how}\n")
         parts.append(table(["cell, seed", "carry", *kinds],
@@ -65,40 +102,40 @@ def pair_text(name, pair, folder):
             seeds = ", ".join(f"{s}: {percent(g)}" for s, g in c["all"]["seeds"].items())
             rows.append([key, *(interval(c[k]) for k in kinds), seeds])
         parts.append(table(["contrast", *kinds, "all, by seed"], rows) + "\n")
+    return "\n".join(parts)
+
+
+def recall_text(cells, first):
     rows = []
-    for key, cell in pair["cells"].items():
-        for t, by_kind in cell.get("recall", {}).items():
+    for key, found in cells.items():
+        for t, by_kind in found.items():
             for kind, r in by_kind.items():
                 rows.append([key, t, kind, r["pairs"], *(
                     f"{percent(r[side][k], False)}" for k in ("1", "16") for side in ("on", "off")
-                ), f"{100 * (r['on']['1'] - r['off']['1']):+.2f}"])
-    if rows:
-        parts.append("### Recall at the same anchors, same weights, carry on and off\n")
-        parts.append("Branches that carry something; the first draft is the baseline's.\n")
-        parts.append(table(["cell", "T", "kind", "pairs", "@1 on", "@1 off", "@16 on", "@16 off", "@1 on - off, points"], rows) + "\n")
-    rows = [[key, ", ".join(percent(x, False) for x in cell["attention"]["share"]),
-             ", ".join(percent(x, False) for x in cell["attention"]["by_rows"])]
-            for key, cell in pair["cells"].items() if "attention" in cell]
-    if rows:
-        parts.append("### Attention of proposing rows that lies on carried rows\n")
-        parts.append(table(["cell", "by layer", "by number of carried rows, 1 and more"], rows) + "\n")
-    again = pair["measures"]["0"].get("reconvergence")
-    if again:
-        parts.append("### Gain against reconvergence, greedy\n")
-        parts.append("Drafts after the first rejected one that agree with the record all the same, a round of the control, "
-                     "and the mean gain of a prompt:\n")
-        parts.append(table(["kind", "reconverged drafts a round", "mean gain of a prompt"],
-                           [[k, f"{x['reconverged']:.2f}", percent(x["gain"])] for k, x in again["kinds"].items()]) + "\n")
-        if again["correlation"] is not None:
-            parts.append(f"Correlation over prompts: {again['correlation']:.2f}.\n")
-    if (folder / f"{name}_position.png").exists():
-        parts.append(f"![acceptance by position]({folder.name}/{name}_position.png)\n")
-    parts.append("### Cells\n")
-    parts.append(table(["cell", "steps", "minutes", "last loss", "mark / size of a row"], [
-        [key, c["steps"], f"{c['minutes']:.1f}", f"{c['last_loss']:.3f}", f"{c['mark_size'] / c['row_size']:.2f}" if "mark_size" in c else "-"]
-        for key, c in pair["cells"].items()
-    ]) + "\n")  # fmt: skip
-    return "\n".join(parts)
+                ), *(f"{100 * (r['on'][k] - r['off'][k]):+.2f}" for k in ("1", "16"))])
+    if not rows:
+        return ""
+    return (f"### Recall at the same anchors, same weights, carry on and off\n\nBranches that carry something; the first draft is {first}.\n\n"
+            + table(["cell", "T", "kind", "branches", "@1 on", "@1 off", "@16 on", "@16 off", "@1 on - off, points", "@16"], rows) + "\n")
+
+
+def attention_text(cells):
+    rows = [[key, *(", ".join(percent(x, False) for x in found[name]) for name in ("share", "by_rows"))] for key, found in cells.items()]
+    if not rows:
+        return ""
+    return ("### Attention of proposing rows that lies on carried rows\n\n"
+            + table(["cell", "by layer", "by number of carried rows, 1 and more"], rows) + "\n")
+
+
+def reconvergence_text(measures):
+    again = measures["0"].get("reconvergence")
+    if not again:
+        return ""
+    rows = [[k, f"{x['reconverged']:.2f}", percent(x["gain"])] for k, x in again["kinds"].items()]
+    told = f"\nCorrelation over prompts: {again['correlation']:.2f}.\n" if again["correlation"] is not None else ""
+    return ("### Gain against reconvergence, greedy\n\nDrafts after the first rejected one that agree with the record all the same, a round "
+            "of the control, and the mean gain of a prompt:\n\n"
+            + table(["kind", "reconverged drafts a round", "mean gain of a prompt"], rows) + "\n" + told)
 
 
 def _key(key):
@@ -106,8 +143,13 @@ def _key(key):
     return name.replace("_", " "), SIDES[side]
 
 
-def _decoded(out):
-    return ", ".join(f"{n} held-out prompts answered " + ("greedily" if t == "0" else f"at temperature {t}") for t, n in out["prompts"].items())
+def _decoded(prompts):
+    return ", ".join(f"{n} held-out prompts answered " + ("greedily" if t == "0" else f"at temperature {t}") for t, n in prompts.items())
+
+
+def _decoded_by_pair(out):
+    return "; ".join(f"{pair['layers']} layer{'s' if pair['layers'] > 1 else ''}: {_decoded(pair['prompts'])}"
+                     for pair in out["pairs"].values() if "measures" in pair)
 
 
 def potential_text(out):
@@ -130,15 +172,17 @@ def limits(out):
     """What a reader must know before quoting the result."""
     measured = [p for p in out["pairs"].values() if "measures" in p]
     weak = [p["layers"] for p in measured if p["measures"]["0"]["acceptance_length"]["base off"]["all"] < 3]
-    lines = [f"Small: decoded were {_decoded(out)}, over all kinds together."]
+    lines = [f"Small: decoded were, over all kinds together, {_decoded_by_pair(out)}."]
     if weak:
         lines.append(f"The baselines of {', '.join(map(str, weak))} layer(s) are below an acceptance length of 3, weaker than published drafters are.")
-    if "0.7" not in out["prompts"]:
+    again = [m for p in [*measured, *([out["shipped"]] if "shipped" in out else [])] for m in [p["measures"]]]
+    if not any("0.7" in m for m in again):
         lines.append("Sampled responses were not decoded.")
-    if not any("shuffled" in key for p in measured for m in p["measures"].values() for key in m["contrasts"]):
+    if not any("shuffled" in key for m in again for of_t in m.values() for key in of_t["contrasts"]):
         lines.append("Decoding the same weights without carry or with another prompt's rows was not run; recall on and off was.")
-    if not any("draft_tokens" in key for p in measured for key in p["cells"]):
-        lines.append("Cells that carry tokens in place of states, Markov drafters and plain extra training were not run.")
+    if not any(key.startswith("plain") for p in measured for key in p["cells"]):
+        lines.append("Plain extra training was not run.")
+    lines.append("Cells that carry tokens in place of states and Markov drafters were not run.")
     return " ".join(lines)
 
 
@@ -169,10 +213,11 @@ the other. "Oracle": whichever of the two is right. Gains are in tokens a round.
 {potential_text(out)}
 {plots}
 {chr(10).join(pair_text(name, pair, folder) for name, pair in out["pairs"].items() if "measures" in pair)}
+{shipped_text(out, folder)}
 ## How it was run
 
 - Target's responses to {s['records']} training prompts (half greedy, half at temperature 0.7), at most {s['new_tokens']} tokens;
-  decoded: {_decoded(out)}; invented words and library files of held-out prompts are never trained on.
+  decoded: {_decoded_by_pair(out)}; invented words and library files of held-out prompts are never trained on.
 - Baselines of fewer layers start from the embedded drafter's `fc`, norms and first layers: {s['base_steps']} steps of plain training
   ({s['base_batch']} records x {s['base_anchors']} anchors, rates {s['base_lr']:g} AdamW and {s['base_muon_lr']:g} Muon, down to zero).
 - Cells start from the baseline: `none` (moved anchors, nothing carried), `carryover` (rejected rows carried in {percent(s['share'], False)} of the
@@ -212,20 +257,18 @@ def plots(out, folder):
     figure.tight_layout()
     figure.savefig(folder / "potential.png", dpi=110)
     plt.close(figure)
-    for name, pair in out["pairs"].items():
+    titles = {name: f"{pair['layers']} layers, greedy" for name, pair in out["pairs"].items()} | {"shipped": "the embedded pair, greedy"}
+    for name, pair in {**out["pairs"], **({"shipped": out["shipped"]} if "shipped" in out else {})}.items():
         if "measures" not in pair:
             continue
         figure, axes = plt.subplots(figsize=(6, 3.5))
         for key, values in pair["measures"]["0"]["by_position"].items():
             axes.plot(range(1, len(values) + 1), [100 * v for v in values], marker=".", label=key.replace("_", " "))
-        axes.set(xlabel="draft", ylabel="rounds that accept it, %", title=f"{pair['layers']} layers, greedy")
+        axes.set(xlabel="draft", ylabel="rounds that accept it, %", title=titles[name])
         axes.legend(fontsize=7)
         figure.tight_layout()
         figure.savefig(folder / f"{name}_position.png", dpi=110)
         plt.close(figure)
-
-
-SHIPPED = {"none": "dflash_small", "carryover": "dflash_small_carryover"}
 
 
 def card(name, pair, out):
@@ -270,6 +313,8 @@ def main(argv=None):
     parser.add_argument("--ship", type=Path, nargs=2, metavar=("WORK", "MODELS"), help="also copy the pair's drafters into MODELS")
     arguments = parser.parse_args(argv)
     out = json.loads(arguments.study.read_text())
+    for pair in out["pairs"].values():
+        pair.setdefault("prompts", out.get("prompts"))
     folder = arguments.out.with_suffix("")
     if not arguments.no_plots:
         try:
