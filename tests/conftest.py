@@ -1,7 +1,7 @@
 """Options and fixtures of every test: the backend under test, a fresh seed each run, and outputs that start poisoned.
 
 ``--backend cpu`` (default) runs the native library, ``triton`` its kernels (in the interpreter where there is no GPU), ``cuda`` the CUDA
-library on a GPU, ``reference`` python_ref registered as if it were a backend: a check of the tests themselves.
+library on a GPU, ``simt`` the same kernels on the CPU (tests/simt; ops that csrc/cuda lacks stay with ``cpu``), ``reference`` python_ref registered as if it were a backend: a check of the tests themselves.
 """
 
 import os
@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 
-BACKENDS = ("cpu", "triton", "cuda", "reference")
+BACKENDS = ("cpu", "triton", "cuda", "simt", "reference")
 SEED = int(os.environ.get("CARRYOVER_SEED") or random.SystemRandom().randrange(2**31))
 
 
@@ -72,6 +72,12 @@ def backend(request):
 
     import carryover_kernels
 
+    if name == "simt":
+        from simt import backend as simt
+
+        simt.load()
+        yield name
+        return
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     if name == "cpu":

@@ -1,6 +1,6 @@
 // carry_to_pages on the CPU: a request's free slots are its pages from token seq_lens on, up to the first page it does not have.
 #include "carryover_kernels/ops.h"
-#include "../common/check.h"
+#include "../common/arguments.h"
 
 #include <algorithm>
 
@@ -19,17 +19,8 @@ int64_t room_end(const int32_t* table, int64_t first, int64_t last, int64_t page
 std::tuple<Tensor, Tensor, Tensor> cpu::carry_to_pages(
     Tensor row_cache_slot, Tensor row_carry_slot, Tensor query_start_loc, Tensor block_table, Tensor seq_lens, int64_t page_size,
     int64_t num_block_rows, std::optional<Tensor> slot_capacity) {
-  Checker check("carry_to_pages");
-  check.tensor("row_cache_slot", row_cache_slot, "T", kInt64, Layout::contiguous);
-  check.tensor("row_carry_slot", row_carry_slot, "T", kInt64, Layout::contiguous);
-  check.tensor("query_start_loc", query_start_loc, "R+1", kInt32, Layout::contiguous);
-  check.require(query_start_loc.size(0) >= 1, "query_start_loc has 0 entries, must have R+1, at least 1");
-  check.bind("R", query_start_loc.size(0) - 1);
-  check.tensor("block_table", block_table, "R P", kInt32, Layout::last_contiguous);
-  check.tensor("seq_lens", seq_lens, "R", kInt32, Layout::contiguous);
-  check.at_least("page_size", page_size, 1);
-  check.at_least("num_block_rows", num_block_rows, 0);
-  check.tensor("slot_capacity", slot_capacity, "R", kInt32, Layout::contiguous);
+  check_carry_to_pages(
+      row_cache_slot, row_carry_slot, query_start_loc, block_table, seq_lens, page_size, num_block_rows, slot_capacity);
 
   const int64_t rows = row_cache_slot.size(0), requests = seq_lens.size(0), columns = block_table.size(1);
   Tensor row_slot = torch::stable::new_empty(row_cache_slot, {rows});

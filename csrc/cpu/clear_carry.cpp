@@ -1,13 +1,11 @@
 // clear_carry on the CPU.
 #include "carryover_kernels/ops.h"
-#include "../common/check.h"
+#include "../common/arguments.h"
 
 namespace carryover_kernels {
 
 void cpu::clear_carry(Tensor carry_slot_ids, Tensor carry_lens) {
-  Checker check("clear_carry");
-  check.tensor("carry_slot_ids", carry_slot_ids, "R", kInt32, Layout::contiguous);
-  check.tensor("carry_lens", carry_lens, "slots", kInt32, Layout::contiguous);
+  check_clear_carry(carry_slot_ids, carry_lens);
 
   const auto* slot = data<const int32_t>(carry_slot_ids);
   auto* lens = data<int32_t>(carry_lens);

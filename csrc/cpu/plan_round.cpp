@@ -1,6 +1,6 @@
 // plan_round on the CPU. One pass over the requests; a row no request owns stays skipped.
 #include "carryover_kernels/ops.h"
-#include "../common/check.h"
+#include "../common/arguments.h"
 
 #include <algorithm>
 
@@ -9,18 +9,8 @@ namespace carryover_kernels {
 std::tuple<Tensor, Tensor, Tensor, Tensor> cpu::plan_round(
     Tensor query_start_loc, Tensor num_rejected, Tensor positions, Tensor slot_mapping, Tensor carry_slot_ids, Tensor carry_lens,
     int64_t carry_capacity, std::optional<Tensor> carry_positions) {
-  Checker check("plan_round");
-  check.tensor("query_start_loc", query_start_loc, "R+1", kInt32, Layout::contiguous);
-  check.require(query_start_loc.size(0) >= 1, "query_start_loc has 0 entries, must have R+1, at least 1");
-  check.bind("R", query_start_loc.size(0) - 1);
-  check.tensor("num_rejected", num_rejected, "R", kInt32, Layout::contiguous);
-  check.tensor("positions", positions, "T", kInt64, Layout::contiguous);
-  check.tensor("slot_mapping", slot_mapping, "T", kInt64, Layout::contiguous);
-  check.tensor("carry_slot_ids", carry_slot_ids, "R", kInt32, Layout::contiguous);
-  check.tensor("carry_lens", carry_lens, "slots", kInt32, Layout::contiguous);
-  check.at_least("carry_capacity", carry_capacity, 0);
-  check.bind("C", carry_capacity);
-  check.tensor("carry_positions", carry_positions, "slots C", kInt64, Layout::contiguous);
+  check_plan_round(
+      query_start_loc, num_rejected, positions, slot_mapping, carry_slot_ids, carry_lens, carry_capacity, carry_positions);
 
   const int64_t rows = positions.size(0), requests = num_rejected.size(0), slots = carry_lens.size(0);
   Tensor row_cache_slot = torch::stable::new_empty(positions, {rows});

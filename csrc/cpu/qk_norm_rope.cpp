@@ -2,6 +2,7 @@
 #include <tuple>
 
 #include "carryover_kernels/ops.h"
+#include "../common/arguments.h"
 #include "elem.h"
 #include "workers.h"
 
@@ -10,26 +11,11 @@ namespace carryover_kernels {
 std::tuple<Tensor, Tensor, Tensor> cpu::qk_norm_rope(
     Tensor qkv, Tensor positions, Tensor rope_table, std::optional<Tensor> q_norm_weight, std::optional<Tensor> k_norm_weight,
     int64_t num_q_heads, int64_t num_kv_heads, double eps, bool neox, bool share_kv, bool v_norm, bool rope_parity) {
-  Checker check("qk_norm_rope");
-  check.tensor("qkv", qkv, "M width", kActivations, Layout::last_contiguous);
-  check.tensor("positions", positions, "M", kInt64, Layout::contiguous);
-  check.tensor("rope_table", rope_table, "max_position rotary_dim", kFloat32, Layout::contiguous);
-  check.at_least("num_q_heads", num_q_heads, 1);
-  check.at_least("num_kv_heads", num_kv_heads, 1);
-  const int64_t heads = num_q_heads + (share_kv ? 1 : 2) * num_kv_heads, width = qkv.size(1);
-  check.require(width % heads == 0 && width > 0, [&] {
-    return "qkv has " + std::to_string(width) + " columns, must be a positive multiple of its " + std::to_string(heads) + " heads";
-  });
-  const int64_t head_dim = width / heads, rotary_dim = rope_table.size(1);
-  check.require(rotary_dim % 2 == 0 && rotary_dim > 0 && rotary_dim <= head_dim, [&] {
-    return "rope_table has " + std::to_string(rotary_dim) + " columns, must be even and at most the head dim " + std::to_string(head_dim);
-  });
-  check.bind("D", head_dim);
-  check.tensor("q_norm_weight", q_norm_weight, "D", kFloat32, Layout::contiguous);
-  check.tensor("k_norm_weight", k_norm_weight, "D", kFloat32, Layout::contiguous);
-  check.finite_and_not_negative("eps", eps);
+  check_qk_norm_rope(
+      qkv, positions, rope_table, q_norm_weight, k_norm_weight, num_q_heads, num_kv_heads, eps, share_kv);
 
-  const int64_t rows = qkv.size(0);
+  const int64_t heads = num_q_heads + (share_kv ? 1 : 2) * num_kv_heads, width = qkv.size(1);
+  const int64_t head_dim = width / heads, rotary_dim = rope_table.size(1), rows = qkv.size(0);
   Tensor q = torch::stable::new_empty(qkv, {rows, num_q_heads, head_dim});
   Tensor k = torch::stable::new_empty(qkv, {rows, num_kv_heads, head_dim});
   Tensor v = torch::stable::new_empty(qkv, {rows, num_kv_heads, head_dim});

@@ -1,0 +1,49 @@
+// How a door starts a kernel: on the current stream of the tensors' device, or on the shim of tests/simt, where the tensors are the CPU's.
+#pragma once
+
+#include "../common/arguments.h"
+#include "ptx.cuh"
+
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+#endif
+
+namespace carryover_kernels {
+
+#if defined(__CUDACC__)
+#define CARRYOVER_CUDA_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CUDA, m)
+
+// PyTorch's own C function, looked up when first needed: a library that linked it would not load beside a PyTorch without CUDA.
+inline cudaStream_t current_stream(int32_t device) {
+  using Function = int32_t (*)(int32_t, void**);
+  static const auto function = reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+  STD_TORCH_CHECK(function, "this PyTorch has no CUDA, must be built with it");
+  void* stream = nullptr;
+  STD_TORCH_CHECK(function(device, &stream) == 0, "PyTorch gives no current CUDA stream");
+  return static_cast<cudaStream_t>(stream);
+}
+
+// `blocks` blocks of `threads` threads; none is no launch.
+template <class Params>
+void launch(void (*kernel)(Params), int64_t blocks, int threads, const Tensor& on, const Params& params) {
+  if (blocks == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(on.get_device());
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, current_stream(on.get_device())>>>(params);
+  const cudaError_t error = cudaGetLastError();
+  STD_TORCH_CHECK(error == cudaSuccess, "a kernel did not start: ", cudaGetErrorString(error));
+}
+#else
+#define CARRYOVER_CUDA_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m)
+
+template <class Params>
+void launch(void (*kernel)(Params), int64_t blocks, int threads, const Tensor&, const Params& params) {
+  if (blocks == 0) return;
+  simt::launch({static_cast<unsigned>(blocks)}, static_cast<unsigned>(threads), 0, [&] { kernel(params); });
+}
+#endif
+
+inline int64_t blocks_for(int64_t units, int64_t units_a_block) { return (units + units_a_block - 1) / units_a_block; }
+
+}  // namespace carryover_kernels
