@@ -129,9 +129,10 @@ def case(model, batch, context, rejected=7, page=16) -> report.Case:
 
 def cases(quick: bool):
     yield case(EMBEDDED, 1, 256, 4)
-    yield case(QWEN3_4B, 1, 512)
+    yield case(EMBEDDED, 32, 256, 4)
     if quick:
         return
+    yield case(QWEN3_4B, 1, 512)
     yield case(QWEN3_4B, 1, 4096)
     yield case(QWEN3_4B, 32, 512)
 

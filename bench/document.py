@@ -9,8 +9,8 @@ HEAD = """# Performance on a CPU
 
 Written by `python -m bench.report` from `bench/results/*.json`; run `make bench` to measure your own machine, `make bench-quick` for two
 minutes of it. Times are medians of calls interleaved with the peers' in one process, with quartiles. The floor is the larger of bytes over
-measured bandwidth and flops over the rate of `torch.matmul` (1024 x 2048 x 2048), both the best of a few runs just before the case; beyond
-100 % means that the floor's rate was measured while something else ran. GPU: not yet run on hardware.
+measured bandwidth and flops over the rate of `F.linear` (1024 x 2048 x 2048, in the case's dtype or in float32, whichever is quicker on
+the machine), both the best of a few runs just before the case; beyond 100 % means that the floor's rate was measured while something else ran. GPU: not yet run on hardware.
 """
 
 WHAT = {

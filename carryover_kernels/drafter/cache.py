@@ -134,12 +134,15 @@ class DrafterState:
         Raises:
             ValueError: a committed row has none (seen on a CPU, elsewhere under CARRYOVER_CHECK=1: it needs a sync).
         """
-        rows, requests = torch.arange(positions.shape[0], device=self.device), slots.shape[0]
+        requests, total = slots.shape[0], positions.shape[0]
         if query_start_loc.shape[0] != requests + 1:
             entries = query_start_loc.shape[0]
             raise ValueError(f"absorb: query_start_loc has {entries} entries, must have {requests + 1}: slots names {requests}")
-        if requests == 0 or positions.shape[0] == 0:
+        if requests == 0 or total == 0:
             return torch.full_like(positions, -1)
+        if self.device.type == "cpu":
+            return self._slot_mapping_on_cpu(slots, query_start_loc, num_rejected, positions)
+        rows = torch.arange(total, device=self.device)
         owner = torch.bucketize(rows, query_start_loc[1:].long(), right=True)  # the request whose rows these are, R = nobody's
         owned = (owner < requests) & (rows >= query_start_loc[0])
         owner = owner.clamp(max=requests - 1)
@@ -149,16 +152,34 @@ class DrafterState:
         page_id = self.block_table[slot, page.clamp(0, self.block_table.shape[1] - 1)].long()
         live = owned & (slots[owner] >= 0)
         held = live & in_table & (page_id >= 0)
-        if self.device.type == "cpu" or _env.check_values():
+        if _env.check_values():
             committed = rows < (query_start_loc[1:] - num_rejected)[owner]
             lost = live & committed & ~held
             if lost.any():
                 row = int(lost.nonzero()[0])
-                raise ValueError(
-                    f"absorb: positions[{row}] is {int(positions[row])}, must be below the tokens that slot {int(slot[row])} has reserved, "
-                    f"{self.num_reserved(int(slot[row]))}"
-                )
+                self._refuse_position(row, int(positions[row]), int(slot[row]))
         return torch.where(held, page_id * self.page_size + positions % self.page_size, -1)
+
+    def _slot_mapping_on_cpu(self, slots, query_start_loc, num_rejected, positions) -> torch.Tensor:
+        """The same from the host's own page lists: a dozen small tensor operations cost more than the rows of a round do."""
+        page_size, mapping = self.page_size, [-1] * positions.shape[0]
+        position_of, starts = positions.tolist(), query_start_loc.tolist()
+        for request, (slot, rejected) in enumerate(zip(slots.tolist(), num_rejected.tolist())):
+            if slot < 0:
+                continue
+            pages, committed = self._pages.get(slot, ()), starts[request + 1] - rejected
+            for row in range(max(starts[request], 0), min(starts[request + 1], len(mapping))):
+                position = position_of[row]
+                if 0 <= position < len(pages) * page_size:
+                    mapping[row] = pages[position // page_size] * page_size + position % page_size
+                elif row < committed:
+                    self._refuse_position(row, position, slot)
+        return torch.tensor(mapping, dtype=torch.int64)
+
+    def _refuse_position(self, row: int, position: int, slot: int):
+        raise ValueError(
+            f"absorb: positions[{row}] is {position}, must be below the tokens that slot {slot} has reserved, {self.num_reserved(slot)}"
+        )
 
     def advance(self, slots, query_start_loc, block_start) -> None:
         """Set the committed lengths of ``slots`` to ``block_start``; requests without rows keep theirs."""

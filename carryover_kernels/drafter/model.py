@@ -309,7 +309,8 @@ class CarryoverDrafter:
 
         hidden = self._hidden(block, anchor_tokens)
         drafting = hidden[:, 1:] if config.layout == "own" else hidden
-        logits = F.linear(drafting, self.lm_head)
+        # One 2-d product: a strided 3-d view makes PyTorch multiply request by request (on a CPU 1.5 to 2 times as slow at batch 8).
+        logits = F.linear(drafting.reshape(-1, drafting.shape[-1]), self.lm_head).view(*drafting.shape[:2], -1)
         if config.logit_softcap:
             logits = config.logit_softcap * torch.tanh(logits.float() / config.logit_softcap)
         if isinstance(temperature, torch.Tensor):
