@@ -36,7 +36,7 @@ def finish(m, d, sink_log2):
     return factor, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])  # 1 would become a Python int, which has no .to
 def block_attention_kernel(
     out_ptr, lse_ptr, partial_ptr, state_ptr,
 

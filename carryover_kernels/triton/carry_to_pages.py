@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])  # 1 would become a Python int, which has no .to
 def carry_to_pages_kernel(
     row_slot_ptr, block_slot_ptr, lengths_ptr,
 
