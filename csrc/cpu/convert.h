@@ -117,6 +117,14 @@ static inline void to_floats(float* to, const void* from, Elem type, int64_t n) 
     case Elem::f32: memcpy(to, from, static_cast<size_t>(n) * 4); return;
     case Elem::bf16: {
       const uint16_t* x = static_cast<const uint16_t*>(from);
+#if defined(__AVX2__)
+      for (; i + 16 <= n; i += 16) {
+        const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i)));
+        const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i + 8)));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm256_slli_epi32(low, 16));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i + 8), _mm256_slli_epi32(high, 16));
+      }
+#endif
       for (; i < n; ++i) to[i] = bf16_to_float(x[i]);
       return;
     }

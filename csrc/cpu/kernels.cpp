@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "block_attention_tile.h"
+#include "dot_rows_tile.h"
 #include "project_states_tile.h"
 #include "qk_norm_rope_tile.h"
 
@@ -33,7 +34,7 @@ void leave() {
 extern const KernelTable CK_JOIN(kernels_, CARRYOVER_ISA);
 const KernelTable CK_JOIN(kernels_, CARRYOVER_ISA) = {
     CK_TEXT(CARRYOVER_ISA), attention_workspace, attention_part, attention_merge, project_sizes, project_workspace,
-    project_pack, project_fc, project_norms, project_kv, qk_norm_rope, enter, leave,
+    project_pack, project_fc, project_norms, project_kv, qk_norm_rope, dot_rows, enter, leave,
 };
 
 }  // namespace carryover_kernels

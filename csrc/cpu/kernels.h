@@ -116,6 +116,9 @@ struct KernelTable {
 
   void (*qk_norm_rope)(const QkNormRopeArgs&, int64_t first_row, int64_t last_row);
 
+  // out[i] = row i of a contiguous [count, columns] matrix (f32, bf16 or f16) times x.
+  void (*dot_rows)(const void* rows, Elem type, int64_t count, int64_t columns, const float* x, float* out);
+
   // Called by each thread before and after its units: tile registers are state of the thread.
   void (*enter)();
   void (*leave)();

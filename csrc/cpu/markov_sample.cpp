@@ -1,14 +1,10 @@
 // markov_sample on the CPU. Steps follow each other; within a step W2 is read once for all requests, cut over the vocabulary.
 #include "carryover_kernels/ops.h"
+#include "elem.h"
+#include "isa.h"
 #include "rows.h"
 
 #include <algorithm>
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define CK_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define CK_CLONES
-#endif
 
 namespace carryover_kernels {
 namespace {
@@ -16,39 +12,11 @@ namespace {
 // A colder request is sampled at this temperature: logit / T stays finite, or every token over 0 would tie at infinity.
 constexpr float kColdest = 1e-30f;
 
-inline float value_of(float x) { return x; }
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-inline float value_of(BFloat16 x) { return bfloat16_value(x.bits); }
-inline float value_of(Float16 x) { return float16_value(x.bits); }
-
-// Sixteen running sums, so that the loop is a vector loop without -ffast-math, added as a tree: four additions in a row lose less than sixteen.
-// Inlined by force: the loop must be compiled anew inside each clone below.
-template <class T>
-[[gnu::always_inline]] inline float sum_of_products(const T* a, const float* b, int64_t n) {
-  float sums[16] = {};
-  int64_t k = 0;
-  for (; k + 16 <= n; k += 16)
-    for (int lane = 0; lane < 16; ++lane) sums[lane] += value_of(a[k + lane]) * b[k + lane];
-  for (; k < n; ++k) sums[k % 16] += value_of(a[k]) * b[k];
-  for (int width = 8; width > 0; width /= 2)
-    for (int lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
-  return sums[0];
-}
-
-CK_CLONES float dot(const float* a, const float* b, int64_t n) { return sum_of_products(a, b, n); }
-CK_CLONES float dot(const BFloat16* a, const float* b, int64_t n) { return sum_of_products(a, b, n); }
-CK_CLONES float dot(const Float16* a, const float* b, int64_t n) { return sum_of_products(a, b, n); }
-
 // A contiguous matrix of any activation dtype.
 struct Matrix {
   const char* values = nullptr;
   ScalarType type = ScalarType::Float;
+  Elem elem = Elem::f32;
   int64_t rows = 0, columns = 0;
 
   Matrix() = default;
@@ -56,18 +24,26 @@ struct Matrix {
     if (!tensor) return;
     values = static_cast<const char*>(tensor->const_data_ptr());
     type = tensor->scalar_type();
+    elem = elem_of(*tensor);
     rows = tensor->size(0);
     columns = tensor->size(1);
   }
 
   const void* row(int64_t i) const { return values + i * columns * (type == ScalarType::Float ? 4 : 2); }
 
+  // out[0 .. count) = rows first .. first + count - 1 times `vector`.
+  void dot_rows(int64_t first, int64_t count, const float* vector, float* out) const {
+    kernels().dot_rows(row(first), elem, count, columns, vector, out);
+  }
+
   float dot_row(int64_t i, const float* vector) const {
-    if (type == ScalarType::Float) return dot(static_cast<const float*>(row(i)), vector, columns);
-    if (type == ScalarType::BFloat16) return dot(static_cast<const BFloat16*>(row(i)), vector, columns);
-    return dot(static_cast<const Float16*>(row(i)), vector, columns);
+    float sum;
+    dot_rows(i, 1, vector, &sum);
+    return sum;
   }
 };
+
+constexpr int64_t kPiece = 32;  // rows of W2: 16 KB at rank 256
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
@@ -112,8 +88,12 @@ struct Heads {
 
   float confide(const float* w, const float* h) const {
     const auto* row = static_cast<const float*>(confidence.row(0));
-    float logit = dot(row, h, hidden_size);
-    if (confidence.columns > hidden_size) logit += dot(row + hidden_size, w, rank);
+    float logit, more;
+    kernels().dot_rows(row, Elem::f32, 1, hidden_size, h, &logit);
+    if (confidence.columns > hidden_size) {
+      kernels().dot_rows(row + hidden_size, Elem::f32, 1, rank, w, &more);
+      logit += more;
+    }
     return logit + (confidence_bias ? confidence_bias[0] : 0.0f);
   }
 };
@@ -220,9 +200,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cpu::markov_sample(
           read_row(row_of(q, i) + begin, base + (q * base_logits.stride(0) + i * base_logits.stride(1)) * element,
                    base_logits.scalar_type(), begin, end - begin);
       if (head == "none") return;
-      for (int64_t v = begin; v < end; ++v)
-        for (int64_t q = 0; q < requests; ++q)
-          if (anchors[q] >= 0) row_of(q, i)[v] += heads.w2.dot_row(v, z.data() + q * r);
+      // Pieces of rows that stay in L1: several requests read each from there.
+      float bias[kPiece];
+      for (int64_t v = begin; v < end; v += kPiece) {
+        const int64_t count = std::min(kPiece, end - v);
+        for (int64_t q = 0; q < requests; ++q) {
+          if (anchors[q] < 0) continue;
+          heads.w2.dot_rows(v, count, z.data() + q * r, bias);
+          float* to = row_of(q, i) + v;
+          for (int64_t j = 0; j < count; ++j) to[j] += bias[j];
+        }
+      }
     });
     torch::stable::parallel_for(0, requests, 1, [&](int64_t begin, int64_t end) {
       for (int64_t q = begin; q < end; ++q) {

@@ -147,13 +147,17 @@ static inline VecF maximum(VecF a, VecF b) {
 #if defined(__AVX512F__)
   a.p[0] = (NativeF)_mm512_max_ps((__m512)a.p[0], (__m512)b.p[0]);
   return a;
+#elif defined(__AVX2__)
+  CK_EACH a.p[i] = (NativeF)_mm256_max_ps((__m256)a.p[i], (__m256)b.p[i]);
+  return a;
 #else
   return select(less(b, a), a, b);  // as vmaxps: b where either is NaN
 #endif
 }
 
 // e^x for x <= about 1; 0 far below -87; NaN stays NaN. x = n ln 2 + r; minimax polynomial of 2^f on |f| <= 1/2 in terms of r: 2e-9.
-static inline VecF exp_of(VecF x) {
+// Inlined by force: a call costs as much as the polynomial (vectors of two registers go through memory).
+[[gnu::always_inline]] static inline VecF exp_of(VecF x) {
   // -inf is clamped first: -inf minus its own rounding is NaN. The constant comes first, so that a NaN in x survives the maximum.
   x = maximum(splat(-104.0f), x);
 #if defined(__AVX512F__)
