@@ -85,8 +85,8 @@ def test_make_without_compiler_installs_nothing(tmp_path):
 
 @pytest.mark.parametrize("isa", ISAS[:-1])  # the last is the default, which every other test runs
 def test_forced_instruction_set_runs_right(isa):
-    """The op tests' named cases of the three kernels that are compiled once per instruction set, each under every one this machine has."""
-    tests = [f"tests/test_{op}.py" for op in ("block_attention", "project_states", "qk_norm_rope")]
+    """The op tests' named cases of the four kernels that are compiled once per instruction set, each under every one this machine has."""
+    tests = [f"tests/test_{op}.py" for op in ("block_attention", "markov_sample", "project_states", "qk_norm_rope")]
     used = run([sys.executable, "-c", "from carryover_kernels import _native; print(_native.cpu_isa()[0])"], CARRYOVER_CPU_ISA=isa)
     assert used.stdout.strip() == isa, used.stderr
     pytest_run = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-k", "named_case and (f32 or bf16)", *tests]
