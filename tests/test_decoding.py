@@ -5,11 +5,12 @@ import random
 
 import pytest
 import torch
-from tiny import tiny_drafter, tiny_model, tiny_target
+from tiny import tiny_drafter, tiny_model, tiny_target, write_tiny_drafter
 
 from carryover_kernels.decoding import ORIGINS, DecodingError, DecodingSession, Interrupted, Target, generate
 from carryover_kernels.decoding import session as session_module
 from carryover_kernels.decoding.sampling import request_seed, target_logits
+from carryover_kernels.drafter import CarryoverDrafter
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -454,6 +455,26 @@ def test_the_distribution_test_sees_a_wrong_sampler(small, fault, monkeypatch):
     assert sampled_p_value(small, 1.0, 1.0, "rejection", True) < FALSE_ALARM
 
 
+@pytest.mark.parametrize("device, dtype", [("meta", torch.float32), (None, torch.float64), (None, torch.bfloat16)])
+def test_the_callers_default_device_and_dtype_change_nothing(qwen, tmp_path, device, dtype):
+    """An engine may have set both: neither loading nor decoding makes a tensor where, or of what kind, the default says."""
+    target, drafter = qwen
+    options = dict(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=3, max_requests=2)
+    expected = [request.tokens for request in generate(target, drafter, PROMPTS, **options)]
+    target.model.save_pretrained(tmp_path / "target")
+    folder = write_tiny_drafter(tmp_path / "drafter", vocab=VOCAB)
+    torch.set_default_device(device)
+    torch.set_default_dtype(dtype)
+    try:
+        loaded = Target.from_pretrained(tmp_path / "target", torch.float32)
+        reads = CarryoverDrafter.from_pretrained(folder, embed_tokens=loaded.embed_tokens, lm_head=loaded.lm_head)
+        answers = [request.tokens for request in generate(loaded, reads, PROMPTS, **options)]
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert answers == expected
+
+
 # interruption and errors
 
 
@@ -603,9 +624,6 @@ def test_padded_heads_sample(tmp_path):
     """A target whose head is wider than the drafter's vocabulary: the extra ids can be sampled, never drafted."""
     target = tiny_target("qwen3", VOCAB, initializer_range=0.1)
     drafter = tiny_drafter(tmp_path / "d", target)
-    from carryover_kernels.drafter import CarryoverDrafter
-    from tiny import write_tiny_drafter
-
     narrow = CarryoverDrafter.from_pretrained(
         write_tiny_drafter(tmp_path / "narrow", vocab=VOCAB - 4), embed_tokens=target.embed_tokens, lm_head=target.lm_head
     )

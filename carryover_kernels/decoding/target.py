@@ -78,7 +78,7 @@ class RaggedCache(Cache):
         self.lengths: list[int] = []
         self.first = self.count = self.longest = 0
         self.starts: list[int] = []
-        self.positions = torch.empty(0, 0, dtype=torch.int64)
+        self.positions = torch.empty(0, 0, dtype=torch.int64, device="cpu")
 
     def add_row(self) -> int:
         self.lengths.append(0)
@@ -169,7 +169,8 @@ class Target:
         path = Path(path)
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"Target: no config.json in {path}, must be the folder of a Transformers checkpoint")
-        model, loaded = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True)
+        with torch.device("cpu"):  # whatever the caller's default device is: Transformers would load there, and refuses 'meta'
+            model, loaded = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True)
         missing = sorted(loaded["missing_keys"])
         if missing:  # Transformers fills them with random numbers
             raise ValueError(f"Target: {path} lacks the weights of {missing[0]} and {len(missing) - 1} more, must hold all of the model")

@@ -90,7 +90,7 @@ class DrafterState:
             raise RuntimeError(f"allocate: {num_tokens} tokens need {missing} more pages, must be at most the {len(self._free_pages)} free")
         if missing > 0:
             owned.extend(self._free_pages.pop() for _ in range(missing))
-            self.block_table[slot, : len(owned)] = torch.tensor(owned, dtype=torch.int32)
+            self.block_table[slot, : len(owned)] = torch.tensor(owned, dtype=torch.int32, device="cpu")
 
     def free(self, slot: int) -> None:
         """Give back the slot and its pages, and forget what it carried."""
@@ -174,7 +174,7 @@ class DrafterState:
                     mapping[row] = pages[position // page_size] * page_size + position % page_size
                 elif row < committed:
                     self._refuse_position(row, position, slot)
-        return torch.tensor(mapping, dtype=torch.int64)
+        return torch.tensor(mapping, dtype=torch.int64, device="cpu")
 
     def _refuse_position(self, row: int, position: int, slot: int):
         raise ValueError(

@@ -113,7 +113,7 @@ class CarryoverDrafter:
         self.rope_tables = {index: group.rope_table for group in self.groups for index in group.layers}
         self.norm = w["norm.weight"].float()
         # Gemma multiplies by the scale as rounded to its embedding's dtype.
-        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))
+        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))
         head = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}.get(config.head)
         self.head_weight = w[f"{head}.weight"] if head else None
         self.head_bias = w[f"{head}.bias"].float() if head else None

@@ -95,7 +95,7 @@ def group_weights(
 def rope_table(rope: Rope, head_dim: int, max_positions: int) -> torch.Tensor:
     """[max_positions, rotary_dim] f32, [cos | sin], computed in float32 throughout (report R55) as the drafters' own code does."""
     frequencies, factor = inverse_frequencies(rope, head_dim)
-    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+    angles = torch.arange(max_positions, dtype=torch.float32, device="cpu")[:, None] * frequencies
     return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=1)
 
 
@@ -109,12 +109,12 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]
     given = dict(rope.parameters)
     if rope.kind == "proportional":
         # All pairs are in the table; exponents are those of the whole head and pairs past the share don't turn (Gemma 4).
-        pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+        pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
         turning = int(rope.partial * head_dim / 2)
         frequencies = 1.0 / rope.theta ** (2 * pairs / head_dim) / given.get("factor", 1.0)
         return torch.where(pairs < turning, frequencies, 0.0), 1.0
     rotary_dim = int(head_dim * rope.partial)
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim)
     if rope.kind == "linear":
         return frequencies / given["factor"], 1.0
     if rope.kind == "llama3":
@@ -144,7 +144,7 @@ def _yarn(
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
-    pairs = torch.arange(rotary_dim // 2, dtype=torch.float32)
+    pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
     slowed = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
 
     def grown(scale):

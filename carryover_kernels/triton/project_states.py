@@ -171,7 +171,7 @@ def _cache_table(k_cache, v_cache) -> torch.Tensor:
     entries = tuple((k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3]) for k, v in zip(k_cache, v_cache))
     key = (k_cache[0].device, entries)
     if key not in _tables:
-        host = torch.tensor(entries, dtype=torch.int64, pin_memory=k_cache[0].is_cuda)
+        host = torch.tensor(entries, dtype=torch.int64, device="cpu", pin_memory=k_cache[0].is_cuda)
         _tables[key] = host.to(k_cache[0].device, non_blocking=True) if k_cache[0].is_cuda else host
     return _tables[key]
 
