@@ -561,5 +561,6 @@ VERIFY = {
     "block": {"method": "block"},
     "fewer_rows_than_drafts": {"rows": (2, 1, 3)},
     "vocabulary_1001": {"vocab": 1001, "method": "block"},
+    "vocabulary_4099": {"vocab": 4099, "method": "block", "rows": (3, 5), "removed": 2},
     "no_requests": {"rows": ()},
 }

@@ -69,4 +69,35 @@ inline void check_qk_norm_rope(
   check.finite_and_not_negative("eps", eps);
 }
 
+inline void check_verify_draft(
+    const Tensor& draft_tokens, const Tensor& query_start_loc, const MaybeTensor& target_logits, const MaybeTensor& target_argmax,
+    const MaybeTensor& draft_probs, const MaybeTensor& seeds, const MaybeTensor& offsets, const std::string& method) {
+  Checker check("verify_draft");
+  check.tensor("draft_tokens", draft_tokens, "R N", kInt64, Layout::contiguous);
+  check.bind("R+1", draft_tokens.size(0) + 1);
+  check.tensor("query_start_loc", query_start_loc, "R+1", kInt32, Layout::contiguous);
+  check.one_of("method", method, {"greedy", "rejection", "block"});
+  if (method == "greedy") {
+    check.require(
+        target_logits.has_value() != target_argmax.has_value(),
+        std::string("target_argmax is ") + (target_argmax ? "given" : "None") +
+            ", must be given with method 'greedy' unless target_logits is");
+  } else {
+    check.require(target_logits.has_value(), "target_logits is None, must be given with method '" + method + "'");
+    check.require(!target_argmax, "target_argmax is given, must be None with method '" + method + "'");
+  }
+  check.tensor("target_logits", target_logits, "T V", kActivations, Layout::last_contiguous);
+  if (target_logits) check.at_least("target_logits' vocabulary", target_logits->size(1), 1);
+  check.tensor("target_argmax", target_argmax, "T", kInt64, Layout::contiguous);
+  if (method == "greedy") {
+    check.require(!draft_probs, "draft_probs is given, must be None with method 'greedy'");
+  } else {
+    check.tensor("draft_probs", draft_probs, "R N V", kFloat32, Layout::last_contiguous);
+    check.require(seeds.has_value(), "seeds is None, must be given with method '" + method + "'");
+    check.require(offsets.has_value(), "offsets is None, must be given with method '" + method + "'");
+    check.tensor("seeds", seeds, "R", kInt64, Layout::contiguous);
+    check.tensor("offsets", offsets, "R", kInt64, Layout::contiguous);
+  }
+}
+
 }  // namespace carryover_kernels

@@ -1,5 +1,6 @@
 // verify_draft on the CPU: greedy, rejection and block verification. Requests are independent and run in parallel.
 #include "carryover_kernels/ops.h"
+#include "../common/arguments.h"
 #include "rows.h"
 
 #include <algorithm>
@@ -102,33 +103,7 @@ Choice block(const Request& request, std::vector<float>& p) {
 std::tuple<Tensor, Tensor, Tensor> cpu::verify_draft(
     Tensor draft_tokens, Tensor query_start_loc, std::optional<Tensor> target_logits, std::optional<Tensor> target_argmax,
     std::optional<Tensor> draft_probs, std::optional<Tensor> seeds, std::optional<Tensor> offsets, std::string method) {
-  Checker check("verify_draft");
-  check.tensor("draft_tokens", draft_tokens, "R N", kInt64, Layout::contiguous);
-  check.bind("R+1", draft_tokens.size(0) + 1);
-  check.tensor("query_start_loc", query_start_loc, "R+1", kInt32, Layout::contiguous);
-  check.one_of("method", method, {"greedy", "rejection", "block"});
-  if (method == "greedy") {
-    check.require(
-        target_logits.has_value() != target_argmax.has_value(),
-        std::string("target_argmax is ") + (target_argmax ? "given" : "None") +
-            ", must be given with method 'greedy' unless target_logits is");
-  } else {
-    check.require(target_logits.has_value(), "target_logits is None, must be given with method '" + method + "'");
-    check.require(!target_argmax, "target_argmax is given, must be None with method '" + method + "'");
-  }
-  check.tensor("target_logits", target_logits, "T V", kActivations, Layout::last_contiguous);
-  if (target_logits) check.at_least("target_logits' vocabulary", target_logits->size(1), 1);
-  check.tensor("target_argmax", target_argmax, "T", kInt64, Layout::contiguous);
-  if (method == "greedy") {
-    check.require(!draft_probs, "draft_probs is given, must be None with method 'greedy'");
-  } else {
-    check.tensor("draft_probs", draft_probs, "R N V", kFloat32, Layout::last_contiguous);
-    check.require(seeds.has_value(), "seeds is None, must be given with method '" + method + "'");
-    check.require(offsets.has_value(), "offsets is None, must be given with method '" + method + "'");
-    check.tensor("seeds", seeds, "R", kInt64, Layout::contiguous);
-    check.tensor("offsets", offsets, "R", kInt64, Layout::contiguous);
-  }
-
+  check_verify_draft(draft_tokens, query_start_loc, target_logits, target_argmax, draft_probs, seeds, offsets, method);
   const int64_t requests = draft_tokens.size(0), columns = draft_tokens.size(1);
   const int64_t total = target_logits ? target_logits->size(0) : target_argmax->size(0);
   const int64_t vocab = target_logits ? target_logits->size(1) : 0;

@@ -29,6 +29,33 @@ CK_DEVICE Float16 nearest(float x, Float16) {
   return {static_cast<uint16_t>(sign | ((shifted + 0xfff + (shifted >> 13 & 1)) >> 13))};
 }
 
+CK_DEVICE void widen(float (&x)[8], const float* from) {
+  CK_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const Words words = load_words(from + 4 * i);
+    CK_UNROLL
+    for (int j = 0; j < 4; ++j) x[4 * i + j] = bits_to_float(words.word[j]);
+  }
+}
+
+template <class T>
+CK_DEVICE void widen(float (&x)[8], const T* from) {
+  const Words words = load_words(from);
+  CK_UNROLL
+  for (int j = 0; j < 8; ++j) x[j] = value_of(T{static_cast<uint16_t>(words.word[j / 2] >> j % 2 * 16)});
+}
+
+// Elements first .. first + 7 of a row of `count`; `otherwise` for those past its end. 16 bytes at a time where the address allows it.
+template <class T>
+CK_DEVICE void load_chunk(float (&x)[8], const T* row, int64_t first, int64_t count, float otherwise) {
+  if (first + 8 <= count && aligned(row + first)) {
+    widen(x, row + first);
+    return;
+  }
+  CK_UNROLL
+  for (int j = 0; j < 8; ++j) x[j] = first + j < count ? value_of(row[first + j]) : otherwise;
+}
+
 CK_DEVICE float warp_sum(float x) {
   for (int bits = 16; bits > 0; bits /= 2) x += __shfl_xor_sync(kAllLanes, x, bits);
   return x;

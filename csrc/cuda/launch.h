@@ -44,6 +44,29 @@ void launch(void (*kernel)(Params), int64_t blocks, int threads, const Tensor&, 
 }
 #endif
 
+// Scratch memory of one call, from PyTorch's caching allocator, cut into pieces of 4-byte elements; sound until the call's kernels have run,
+// since the allocator hands it out again to this stream alone.
+class Workspace {
+ public:
+  Workspace(const Tensor& like, int64_t elements)
+      : memory_(torch::stable::new_empty(like, {elements}, ScalarType::Int)), left_(elements), next_(static_cast<char*>(memory_.data_ptr())) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    static_assert(sizeof(T) == 4);
+    STD_TORCH_CHECK(count <= left_, "a workspace is ", left_, " elements, must be ", count);
+    T* piece = reinterpret_cast<T*>(next_);
+    left_ -= count;
+    next_ += count * 4;
+    return piece;
+  }
+
+ private:
+  Tensor memory_;
+  int64_t left_;
+  char* next_;
+};
+
 inline int64_t blocks_for(int64_t units, int64_t units_a_block) { return (units + units_a_block - 1) / units_a_block; }
 
 }  // namespace carryover_kernels

@@ -7,11 +7,13 @@
 #define CK_DEVICE static inline __device__
 #define CK_KERNEL static __global__
 #define CK_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+#define CK_UNROLL _Pragma("unroll")
 #else
 #include "simt.h"
 #define CK_DEVICE [[maybe_unused]] static inline
 #define CK_KERNEL [[maybe_unused]] static
 #define CK_BOUNDS(threads, blocks)
+#define CK_UNROLL
 #endif
 
 namespace carryover_kernels {
@@ -28,6 +30,33 @@ CK_DEVICE T& shared_memory() {
   return *static_cast<T*>(simt::shared_memory());
 #endif
 }
+
+struct alignas(16) Words {
+  uint32_t word[4];
+};
+
+// 16 bytes in one access; the address must be a multiple of 16.
+CK_DEVICE Words load_words(const void* from) {
+#if defined(__CUDACC__)
+  return *static_cast<const Words*>(from);
+#else
+  Words words;
+  if (reinterpret_cast<uintptr_t>(from) % 16) simt::fail("a load of 16 bytes: the address is not a multiple of 16");
+  memcpy(&words, from, 16);
+  return words;
+#endif
+}
+
+CK_DEVICE void store_words(void* to, const Words& words) {
+#if defined(__CUDACC__)
+  *static_cast<Words*>(to) = words;
+#else
+  if (reinterpret_cast<uintptr_t>(to) % 16) simt::fail("a store of 16 bytes: the address is not a multiple of 16");
+  memcpy(to, &words, 16);
+#endif
+}
+
+CK_DEVICE bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
 struct BFloat16 {
   uint16_t bits;
