@@ -20,7 +20,7 @@ help:
 	@echo 'make demo | test | native | bench | bench-quick | models | study | study-quick | study-shipped | wheel | clean'
 
 demo: $(LIBRARY)
-	$(PY) -m carryover_kernels.cli.main demo $(ARGS)
+	$(PY) -m carryover_kernels.cli demo $(ARGS)
 
 test: $(LIBRARY)
 	$(PY) -m pytest $(ARGS)

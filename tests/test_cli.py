@@ -220,7 +220,7 @@ def test_refuses_a_gpu_that_is_not_there(models, capsys):
 def test_a_wrong_variable_is_one_sentence_and_code_2(models, variable, value, sentence, backend):
     if backend == "reference":
         pytest.skip("a new process runs the native library, which this run may lack")
-    command = [sys.executable, "-m", "carryover_kernels.cli.main", *map(str, generate_arguments(models))]
+    command = [sys.executable, "-m", "carryover_kernels.cli", *map(str, generate_arguments(models))]
     done = subprocess.run(command, env=environment() | {variable: value}, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("carryover: ") and done.stderr.count("\n") == 1, done.stderr
     assert sentence in done.stderr
@@ -323,11 +323,53 @@ def test_import_is_quick_and_imports_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    "when, code",
+    [
+        ("class Finder:\n    find_spec = staticmethod(lambda name, *_: press() if name == 'typer' else None)\nsys.meta_path.insert(0, Finder)", 130),
+        ("atexit.register(press)", 0),  # all is done: the commands' own code stays
+    ],
+    ids=["during_imports", "while_python_ends"],
+)
+def test_ctrl_c_before_and_after_a_command(when, code):
+    program = f"import atexit, os, signal, sys\ndef press(): os.kill(os.getpid(), signal.SIGINT)\n{when}\nsys.argv[1:] = ['--help']\n"
+    program += "signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom carryover_kernels.cli.__main__ import run; run()"
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
+    assert done.returncode == code and done.stderr == "", done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "record"])
+def test_ctrl_c_while_training_or_recording_is_130(command, models, tmp_path, monkeypatch, capsys):
+    """A step under way is finished, a batch of records begun anew later: whole ones are kept, and it is told where."""
+    out, source = tmp_path / "out", tmp_path / "source.jsonl"
+    source.write_text('{"prompt": "the quick brown", "prompt_ids": [2, 3], "response_ids": [4, 5, 6]}\n' * 6)
+    arguments = [command, "--target", models / "target", "--out", out, "--batch", 2]
+    if command == "train":
+        from carryover_kernels.training.loop import Loop as where
+
+        one = "_one"
+        arguments += ["--records", source, "--drafter", models / "dflash", "--work", tmp_path / "work", "--steps", 4]
+    else:
+        from carryover_kernels.training import data as where
+
+        one = "respond"
+        arguments += ["--prompts", source, "--max-new-tokens", 4]
+    step = getattr(where, one)
+
+    def pressed(*args, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(where, one, pressed)
+    code, _, err = run(capsys, *arguments)
+    assert code == 130 and "the same command goes on from there" in err and err.count("\n") == 1, err
+
+
 def test_ctrl_c_ends_with_130_and_what_was_done(models, backend):
     if backend == "reference":
         pytest.skip("a new process runs the native library, which this run may lack")
     arguments = [*generate_arguments(models, "--no-compare"), "--max-new-tokens", 240]
-    command = [sys.executable, "-m", "carryover_kernels.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "carryover_kernels.cli", *map(str, arguments)]
     # A shell's background job, as a CI may be, ignores SIGINT and so would this child.
     heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard)

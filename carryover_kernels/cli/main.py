@@ -104,7 +104,3 @@ def main(arguments: list[str] | None = None):
             raise  # not about what was given: the trace is wanted
         print(f"carryover: {sentence}", file=sys.stderr)
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

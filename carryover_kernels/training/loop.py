@@ -69,6 +69,10 @@ class TrainingStopped(RuntimeError):
     """Training ended early; the sentence says where the readable checkpoint is."""
 
 
+class TrainingInterrupted(TrainingStopped):
+    """Ctrl-C: nothing was wrong, and the same command goes on."""
+
+
 class Loop:
     """Runs `step_function(step) -> (loss, metrics)` for a fixed number of steps.
 
@@ -125,7 +129,7 @@ class Loop:
 
     def run(self, step_function, after_step=None):
         """Trains to the last step. A metric named loss is what is shown and checked, where the value to go back through is
-        scaled. Ctrl-C: saves and raises TrainingStopped, as does a loss that is not a number (there the last good
+        scaled. Ctrl-C: saves and raises TrainingInterrupted; TrainingStopped on a loss that is not a number (there the last good
         checkpoint stays as it was)."""
         interrupted = []
         previous = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
@@ -149,7 +153,7 @@ class Loop:
                         stop, save = (parallel.total(torch.tensor([stop, save])) > 0).tolist()
                     if stop:
                         self.save()
-                        raise TrainingStopped(
+                        raise TrainingInterrupted(
                             f"{self.name}: stopped at step {self.step} of {self.steps}; the checkpoint is "
                             f"{self.checkpoint}, the same command goes on from there."
                         )

@@ -36,7 +36,7 @@ def record(target, prompts, out, *, max_new_tokens=256, temperatures=(0.0, 0.7),
 
 
 def main(argv=None, prog=None):
-    """Returns 0, or 1 after a sentence on stderr."""
+    """Returns 0, or after a sentence on stderr 1, or 130 on Ctrl-C."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--target", required=True, help="folder of a Hugging Face causal LM")
     parser.add_argument("--prompts", required=True, help='JSONL, a line {"prompt": text} or {"prompt_ids": [...]}')
@@ -54,7 +54,7 @@ def main(argv=None, prog=None):
         return 1
     except KeyboardInterrupt:
         print(f"record: stopped; {out} holds whole batches, the same command goes on from there", file=sys.stderr)
-        return 1
+        return 130
     print(f"record: {count} records in {out}")
     return 0
 

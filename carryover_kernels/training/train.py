@@ -13,7 +13,7 @@ import torch
 
 from carryover_kernels.drafter.files import check_folder
 from carryover_kernels.training import cache, carry, data, losses, parallel
-from carryover_kernels.training.loop import Loop, TrainingStopped, make_optimizers, progress_bar, step_seed, write_json
+from carryover_kernels.training.loop import Loop, TrainingInterrupted, TrainingStopped, make_optimizers, progress_bar, step_seed, write_json
 from carryover_kernels.training.model import DraftConfig, DraftModel
 
 MODES = ("carryover", "none", "plain")
@@ -31,7 +31,7 @@ def train(target, records, out, work, *, drafter=None, mode="carryover", mark_si
     and TensorBoard's files (default: where it is installed); the same call goes on from there. kind: "ddp" or "fsdp", of
     the processes that torchrun started; batch counts the records of all of them. cache_gb: over 0, the branches of the
     starting drafter are computed once and kept in work/branches, in at most so many GB, instead of anew in every step.
-    Raises TrainingStopped on Ctrl-C and on a loss that is not a number, with where the checkpoint is.
+    Raises TrainingInterrupted on Ctrl-C and TrainingStopped on a loss that is not a number, with where the checkpoint is.
     """
     if mode not in MODES:
         raise ValueError(f"train: mode was {mode!r}, must be 'carryover', 'none' or 'plain'")
@@ -113,7 +113,7 @@ def keep_branches(work, model, target, records, seed, limit_gb, quiet):
 
 
 def main(argv=None, prog=None):
-    """Returns 0, or 1 after a sentence on stderr."""
+    """Returns 0, or after a sentence on stderr 1, or 130 on Ctrl-C."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--target", required=True, help="folder of a Hugging Face causal LM")
     parser.add_argument("--records", required=True, help="JSONL file or folder that `carryover record` wrote, or a Hugging Face dataset")
@@ -144,7 +144,7 @@ def main(argv=None, prog=None):
         out = train(**arguments)
     except (ValueError, OSError, TrainingStopped) as error:
         print(error, file=sys.stderr)
-        return 1
+        return 130 if isinstance(error, TrainingInterrupted) else 1
     finally:
         last = parallel.rank()
         parallel.stop()
