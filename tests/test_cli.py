@@ -323,13 +323,25 @@ def test_import_is_quick_and_imports_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+FINDER = """
+class Finder:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == 'typer': exec({!r})
+sys.meta_path.insert(0, Finder)
+"""
+
+
 @pytest.mark.parametrize(
     "when, code",
     [
-        ("class Finder:\n    find_spec = staticmethod(lambda name, *_: press() if name == 'typer' else None)\nsys.meta_path.insert(0, Finder)", 130),
+        # An import of C++ that cannot pass an exception on aborts: what presses here ends everything but an exit at once.
+        (FINDER.format("class Aborts:\n    def __del__(self): press(); os.abort()\nAborts()"), 130),
+        # As a dataclass would be: CPython remembers that a string was interrupted, and ends by the signal.
+        ("import carryover_kernels.cli.main as cli\ncli.main = lambda: (cli.listen(), exec('press()'))", 130),
         ("atexit.register(press)", 0),  # all is done: the commands' own code stays
     ],
-    ids=["during_imports", "while_python_ends"],
+    ids=["during_imports", "inside_exec", "while_python_ends"],
 )
 def test_ctrl_c_before_and_after_a_command(when, code):
     program = f"import atexit, os, signal, sys\ndef press(): os.kill(os.getpid(), signal.SIGINT)\n{when}\nsys.argv[1:] = ['--help']\n"

@@ -3,20 +3,25 @@
 import signal
 import sys
 
+from . import leave
+
 
 def run():
     """Run the command line of this process; always ends in SystemExit."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the caller has it ignored
+        signal.signal(signal.SIGINT, leave)
     code = 130
     try:
         from .main import main
 
         main()
-    except KeyboardInterrupt:  # during the imports
+    except KeyboardInterrupt:
         pass
     except SystemExit as ended:
         code = ended.code
     # Python gives the signal its deadly default back while it shuts down, a second with torch: what is done keeps its exit code.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    exec("")  # CPython ends by that signal, whatever the code, where the last eval or exec of a string was interrupted; this one was not
     sys.exit(code)
 
 

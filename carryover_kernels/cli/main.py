@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from . import listen
+
 app = typer.Typer(
     name="carryover",
     help="Speculative decoding with carried-over drafts: the target's own text, in fewer of its passes.",
@@ -30,6 +32,7 @@ def demo(
     """Complete held-out prompts with the embedded target alone and with its drafters, and compare text and speed."""
     from .demo import run_demo
 
+    listen()
     raise typer.Exit(run_demo(prompts, max_new_tokens, drafter, models, plot))
 
 
@@ -55,6 +58,7 @@ def generate(
     """Complete prompts with any local target and drafter."""
     from .generate import run_generate
 
+    listen()
     raise typer.Exit(
         run_generate(
             target, prompt, drafter, max_new_tokens, temperature, top_p, seed, dtype, device, carryover, num_draft_tokens, method,
@@ -68,6 +72,7 @@ def info():
     """Tell versions, what is built, and which backend each op would use."""
     from .info import run_info
 
+    listen()
     raise typer.Exit(run_info())
 
 
@@ -87,7 +92,9 @@ def _training(command: str, arguments: list[str]) -> int:
     name = f"carryover_kernels.training.{command}"
     if importlib.util.find_spec(name) is None:
         raise ValueError(f"{command}: this version has no module {name}, so the command cannot run")
-    return importlib.import_module(name).main(arguments, prog=f"carryover {command}") or 0
+    module = importlib.import_module(name)
+    listen()
+    return module.main(arguments, prog=f"carryover {command}") or 0
 
 
 def main(arguments: list[str] | None = None):
