@@ -337,16 +337,17 @@ sys.meta_path.insert(0, Finder)
     [
         # An import of C++ that cannot pass an exception on aborts: what presses here ends everything but an exit at once.
         (FINDER.format("class Aborts:\n    def __del__(self): press(); os.abort()\nAborts()"), 130),
-        # As a dataclass would be: CPython remembers that a string was interrupted, and ends by the signal.
+        # As a dataclass would be: under -m CPython remembers that a string was interrupted, and ends by the signal.
         ("import carryover_kernels.cli.main as cli\ncli.main = lambda: (cli.listen(), exec('press()'))", 130),
         ("atexit.register(press)", 0),  # all is done: the commands' own code stays
     ],
     ids=["during_imports", "inside_exec", "while_python_ends"],
 )
-def test_ctrl_c_before_and_after_a_command(when, code):
+def test_ctrl_c_before_and_after_a_command(when, code, tmp_path):
     program = f"import atexit, os, signal, sys\ndef press(): os.kill(os.getpid(), signal.SIGINT)\n{when}\nsys.argv[1:] = ['--help']\n"
     program += "signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom carryover_kernels.cli.__main__ import run; run()"
-    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
+    (tmp_path / "pressed.py").write_text(program)
+    done = subprocess.run([sys.executable, "-m", "pressed"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == code and done.stderr == "", done.stderr
 
 

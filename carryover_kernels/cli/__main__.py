@@ -21,7 +21,7 @@ def run():
         code = ended.code
     # Python gives the signal its deadly default back while it shuts down, a second with torch: what is done keeps its exit code.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    exec("")  # CPython ends by that signal, whatever the code, where the last eval or exec of a string was interrupted; this one was not
+    exec("")  # under -m CPython ends by that signal, whatever the code, where the last string under exec was interrupted: this was not
     sys.exit(code)
 
 
