@@ -285,11 +285,11 @@ def tiny_target():
     return Qwen3ForCausalLM(config).eval().requires_grad_(False)
 
 
-def tiny_drafter(target, mark="pre_norm", shift=0, markov="", seed=0, confidence=False):
+def tiny_drafter(target, mark="pre_norm", shift=0, markov="", seed=0, confidence=False, **fields):
     config = DraftConfig(
         vocab=23, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=24, taps=(0, 2), block=4,
         mask_token=22, target_hidden=16, target_layers=4, theta=1e4, mark=mark, shift=shift,
-        markov_rank=4 if markov else 0, markov_type=markov or "vanilla", confidence=confidence,
+        markov_rank=4 if markov else 0, markov_type=markov or "vanilla", confidence=confidence, **fields,
     )
     embed = target.model.embed_tokens.weight.detach()
     model = DraftModel(config, embed, target.lm_head.weight.detach()).initialise(seed, std=0.3)
@@ -318,8 +318,9 @@ def records_like(drafter, target, rng):
 
 
 def sequential(drafter, target, ids, length, s):
-    """One branch the slow way: plain forwards over plain prefixes. -> accepted, moved anchor, rejected states, rows of
-    the second draft (or None where it has no next token)."""
+    """One branch the slow way: plain forwards over plain prefixes. -> drafts, accepted, moved anchor, rejected states, rows of
+    the second draft (or None where it has no next token). What the drafter's config carries in place of states is taken here
+    from the drafts and from the target's plain logits."""
     def taps_of(tokens):
         out = target.model(input_ids=tokens[None], output_hidden_states=True, use_cache=False)
         return torch.cat([out.hidden_states[t + 1] for t in drafter.c.taps], -1)
@@ -341,10 +342,15 @@ def sequential(drafter, target, ids, length, s):
     while accepted < len(drafts) and s + 1 + accepted < length and drafts[accepted] == ids[s + 1 + accepted]:
         accepted += 1
     moved = s + accepted + 1
-    states = taps_of(torch.cat([ids[: s + 1], drafts]))[:, s + 1 + accepted :]
-    rows = None
+    branch = torch.cat([ids[: s + 1], drafts])
+    states = taps_of(branch)[:, s + 1 + accepted :]
+    carried, rows = states, None
+    if drafter.c.carried == "draft_tokens":
+        carried = drafter.embed[drafts[accepted:]][None]
+    elif drafter.c.carried == "target_tokens":
+        carried = drafter.embed[target(branch[None], use_cache=False).logits[0, s + 1 + accepted :].argmax(-1)][None]
     if moved + 1 < length:
-        rows = draft(ids[: moved + 1], (states, moved + torch.arange(states.shape[1])))
+        rows = draft(ids[: moved + 1], (carried, moved + torch.arange(states.shape[1]) + drafter.c.carry_pos_offset))
     return drafts, accepted, moved, states[0], rows
 
 
@@ -352,13 +358,21 @@ def sequential(drafter, target, ids, length, s):
 ROUNDING = 2e-4
 
 
-@pytest.mark.parametrize("mark", ["pre_norm", "post_norm"])
-@pytest.mark.parametrize(("shift", "markov"), [(0, ""), (1, "vanilla"), (1, "gated"), (1, "rnn")])
-def test_parallel_equals_sequential(tiny_target, rng, mark, shift, markov):
-    drafter = tiny_drafter(tiny_target, mark, shift, markov)
+# (mark, shift, markov, fields of the study's cells)
+DRAFTERS = [
+    *((mark, shift, markov, {}) for mark in ("pre_norm", "post_norm") for shift, markov in ((0, ""), (1, "vanilla"), (1, "gated"), (1, "rnn"))),
+    ("pre_norm", 0, "vanilla", {}), ("", 0, "", {}), ("pre_norm", 0, "", {"own_projector": True}),
+    ("pre_norm", 0, "", {"carry_pos_offset": 1}), ("pre_norm", 0, "", {"carried": "draft_tokens"}),
+    ("pre_norm", 0, "vanilla", {"carried": "target_tokens"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mark", "shift", "markov", "fields"), DRAFTERS)
+def test_parallel_equals_sequential(tiny_target, rng, mark, shift, markov, fields):
+    drafter = tiny_drafter(tiny_target, mark, shift, markov, **fields)
     ids, lengths, anchors, keep = records_like(drafter, tiny_target, rng)
-    branches = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, anchors, keep)
-    rows = rollout.draft_rows(drafter, branches.features, lengths, ids, branches.anchors, branches.carry())
+    branches = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, anchors, keep, logits=True)
+    rows = rollout.draft_rows(drafter, branches.features, lengths, ids, branches.anchors, branches.carry(model=drafter))
     labels, kept = data.block_labels(ids, lengths, branches.anchors, branches.keep, drafter.c.proposals)
     logits = drafter.logits(rows, rollout.previous_tokens(ids, branches.anchors, labels))
     weights = losses.position_weights(kept)
@@ -464,7 +478,7 @@ def test_cached_branches_are_those_of_the_step(tiny_target, rng, tmp_path):
     got_ids, got_lengths, got = store.batch([0, 1], 20, rng)  # more anchors than there are: all of them
     assert torch.equal(got_ids, ids) and torch.equal(got_lengths, lengths)
     first = torch.where(got.keep, got.anchors - got.accepted - 1, 3)
-    with torch.autocast("cpu", torch.bfloat16):
+    with data.autocast():
         again = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, first, got.keep, logits=True)
     assert got.rejected.any() and not got.keep.all()
     kept = got.keep
@@ -495,7 +509,7 @@ def test_stored_step_is_the_step(tiny_target, rng, tmp_path):
     drafter.zero_grad()
     whole = store.batch([0, 1], 20, rng)
     first = torch.where(whole[2].keep, whole[2].anchors - whole[2].accepted - 1, 3)
-    with torch.autocast("cpu", torch.bfloat16):  # as the cache drafts: an untrained drafter's near ties fall otherwise in float32
+    with data.autocast():  # as the cache drafts: an untrained drafter's near ties fall otherwise in float32
         branches = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, first, whole[2].keep)
     total, sums = carry.second_sums(drafter, ids, lengths, branches, settings)
     loss, expected = carry.reduced(total, sums)
@@ -577,6 +591,99 @@ def test_chained_decoding_walks_like_the_record(tiny_target, rng):
             drafts, _ = drafter.propose(rows, torch.gather(row, 1, branches.anchors))
             labels, kept = data.block_labels(row, length, branches.anchors, branches.keep, drafter.c.proposals)
             assert history[1] == torch.cumprod(((drafts == labels) & kept).long(), -1).sum().item()
+
+
+@pytest.mark.parametrize("fields", [{"carried": "draft_tokens"}, {"carried": "target_tokens"}, {"carry_pos_offset": 1}])
+def test_chained_decoding_carries_what_training_carried(tiny_target, rng, fields):
+    """The second round is the second draft of a training branch, whatever the drafter's config carries and wherever."""
+    drafter = tiny_drafter(tiny_target, **fields)
+    ids, lengths = torch.randint(0, 22, (1, 18), generator=rng), torch.tensor([18])
+    first, p = torch.tensor([[5]]), drafter.c.proposals
+    b = rollout.draft_and_verify(drafter, tiny_target, ids, lengths, first, first > 0, logits=True)
+    assert b.rejected.any(), "random tokens: all drafts agree once in 10 000 runs"
+    rows = rollout.draft_rows(drafter, b.features, lengths, ids, b.anchors, b.carry(model=drafter))
+    drafts, _ = drafter.propose(rows, torch.gather(ids, 1, b.anchors))
+    begin = b.anchors.item() + 1
+    ids[0, begin : begin + p] = drafts[0, 0]  # neither draft sees them: from now on all of the second is right
+    record = data.Record("", ids[0].tolist(), 5, 0.0)
+    assert carry.chained(drafter, tiny_target, [record], carry="on")[0][2][:2] == [b.accepted.item(), p]
+
+
+def test_what_stands_in_the_place_of_own_rows(tiny_target, rng):
+    """By hand: rejected rows at positions 5, 6 after an anchor moved to 5; the round before left rows at 4, 5, 6, the last two at
+    positions still open."""
+    own = torch.full((2, 1, 3, 1), 2.0), torch.tensor([[[4, 5, 6]]] * 2), torch.tensor([[[False, True, True]]] * 2)
+    own[0][1] = 3.0
+    before = torch.full((2, 1, 3, 1), 7.0), torch.tensor([[[4, 5, 6]]] * 2), torch.tensor([[[True, True, False]]] * 2)
+    moved = torch.tensor([[5], [5]])
+    assert carry._left_behind("on", own, before, moved) is own
+    rows, positions, valid = carry._left_behind("shuffled", own, before, moved)
+    assert rows[:, 0, 0, 0].tolist() == [3.0, 2.0] and positions is own[1] and valid is own[2]
+    rows, positions, valid = carry._left_behind("zero", own, before, moved)
+    assert not rows.any() and positions is own[1] and valid is own[2]
+    rows, positions, valid = carry._left_behind("stale", own, before, moved)
+    assert rows is before[0] and positions is own[1] and valid is own[2]
+    assert carry._left_behind("stale", own, None, moved) is None and carry._left_behind("two_rounds", own, None, moved) is own
+    rows, positions, valid = carry._left_behind("two_rounds", own, before, moved)
+    assert rows[0, 0, :, 0].tolist() == [7, 7, 7, 2, 2, 2] and positions[0, 0].tolist() == [4, 5, 6, 4, 5, 6]
+    assert valid[0, 0].tolist() == [False, True, False, False, True, True]
+    # and in decoding: the first round has nothing, the second nothing stale and one round only
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, _, _ = records_like(drafter, tiny_target, rng)
+    records = [data.Record("", ids[n, : lengths[n]].tolist(), 3, 0.0) for n in range(2)]
+    found = {side: carry.chained(drafter, tiny_target, records, carry=side) for side in carry.SIDES}
+    for n in range(2):
+        assert found["stale"][n][2][:2] == found["off"][n][2][:2] and found["two_rounds"][n][2][:2] == found["on"][n][2][:2]
+        assert all(x[n][2][0] == found["off"][n][2][0] and x[n][0] == found["off"][n][0] for x in found.values())
+
+
+def test_a_cut_verifies_only_what_the_drafter_trusts(tiny_target, rng):
+    logits = torch.log(torch.tensor([[[[0.2, 0.8], [0.5, 0.5], [0.9, 0.1]]]]))
+    drafts = torch.tensor([[[1, 0, 0]]])  # chances 0.8, 0.4, 0.36
+    for cut, trusted in ((0.0, [True] * 3), (0.3, [True] * 3), (0.39, [True, True, False]), (0.5, [True, False, False]), (0.9, [True, False, False])):
+        assert carry._trusted(logits, drafts, cut)[0, 0].tolist() == trusted
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, _, _ = records_like(drafter, tiny_target, rng)
+    records = [data.Record("", ids[n, : lengths[n]].tolist(), 3, 0.0) for n in range(2)]
+    for side in ("on", "off"):
+        whole = carry.chained(drafter, tiny_target, records, carry=side, details=True)
+        assert all(x[4] == x[1] * drafter.c.proposals for x in whole)
+        for tokens, rounds, history, _, verified in carry.chained(drafter, tiny_target, records, carry=side, details=True, cut=1.0):
+            assert verified == rounds and max(history) <= 1 and tokens <= rounds + sum(history)
+
+
+def test_the_mask_token_is_never_proposed_in_training(tiny_target, rng):
+    """The target never saw its embedding: even where the drafter is sure of it, another token is drafted, greedy and sampled."""
+    drafter = tiny_drafter(tiny_target)
+    rows = torch.randn(1, 2, 3, 16, generator=rng)
+    mask = drafter.c.mask_token
+    with torch.no_grad():
+        drafter.head = drafter.head.clone()
+        drafter.head[mask] = 50 * rows.mean((0, 1, 2))
+    rows = rows.mean((1, 2), keepdim=True).expand(1, 2, 3, 16)
+    anchors = torch.zeros(1, 2, dtype=torch.int64)
+    assert (drafter.propose(rows, anchors, allow_mask=True)[0] == mask).all()
+    for temperature in (0.0, 1.0):
+        assert (drafter.propose(rows, anchors, temperature, rng)[0] != mask).all()
+
+
+def test_anchors_at_the_end_and_on_one_place(tiny_target):
+    """Branch rows beyond the record are carried all the same, count as rejected, and two anchors may move to one place with
+    rows of their own each; an anchor that would move onto the last token is dropped and stays where it was."""
+    drafter = tiny_drafter(tiny_target)
+    ids, lengths, _, _ = records_like(drafter, tiny_target, torch.Generator().manual_seed(0))  # the case is asserted below
+    length, p = lengths[0].item(), drafter.c.proposals
+    every = torch.arange(3, length - 1)[None]
+    b = rollout.draft_and_verify(drafter, tiny_target, ids[:1], lengths[:1], every, torch.ones_like(every, dtype=torch.bool))
+    moved = every + b.accepted + 1
+    assert torch.equal(b.keep, moved + 1 < length) and not b.keep.all()
+    assert torch.equal(b.anchors, torch.where(b.keep, moved, every)) and not b.rejected[~b.keep].any()
+    beyond = b.rejected & (b.positions >= length)
+    assert beyond.any() and (b.accepted <= length - 1 - every).all()
+    same = (b.anchors[0, :, None] == b.anchors[0]) & b.keep[0, :, None] & b.keep[0] & (every[0, :, None] < every[0])
+    assert same.any(), "the case must hold two anchors that move to one place: 4 with two accepted drafts, 6 with none"
+    one, other = same.nonzero()[0].tolist()
+    assert not torch.allclose(b.states[0, one, p - 1], b.states[0, other, p - 1])
 
 
 def test_chained_decoding_drops_finished_rows_and_never_copies_the_cache(tiny_target, rng, monkeypatch):

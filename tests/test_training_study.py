@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_training import records_like, tiny_drafter, tiny_target  # noqa: F401 (a fixture)
 
-from carryover_kernels.training import cache, carry, data, measures, study, study_docs
+from carryover_kernels.drafter import CarryoverDrafter, CheckpointError
+from carryover_kernels.training import cache, carry, data, measures, parallel, study, study_docs
 from carryover_kernels.training.model import DraftModel, attention_apart
 
 MODELS = Path(carry.__file__).parents[1] / "models"
@@ -50,7 +51,7 @@ def test_chained_details_and_shuffled_rows(tiny_target, rng):  # noqa: F811
     plain = carry.chained(drafter, tiny_target, records, carry="on")
     detailed = carry.chained(drafter, tiny_target, records, carry="on", details=True)
     assert [x[:3] for x in detailed] == plain
-    assert all(0 <= again <= rounds * (drafter.c.proposals - 1) for _, rounds, _, again in detailed)
+    assert all(0 <= again <= rounds * (drafter.c.proposals - 1) for _, rounds, _, again, _ in detailed)
     # alone in its batch a prompt's neighbour is itself
     one = carry.chained(drafter, tiny_target, records[:1], carry="shuffled", batch=1)
     assert one == carry.chained(drafter, tiny_target, records[:1], carry="on", batch=1)
@@ -92,13 +93,83 @@ def test_summary_by_hand():
     json.dumps(out)  # study.json holds it
 
 
-def test_an_earlier_runs_pairs_are_kept_only_under_the_same_settings(tmp_path):
-    settings, file = asdict(study.Settings()), tmp_path / "study.json"
-    assert study.kept(file, settings) == {}
-    file.write_text(json.dumps({"settings": {**settings, "chained": 1}, "prompts": {"0": 4}, "pairs": {"layers_1": {}}, "shipped": {}}))
-    assert study.kept(file, settings) == {"pairs": {"layers_1": {"prompts": {"0": 4}}}, "shipped": {}}
-    with pytest.raises(ValueError, match="made with other settings"):
-        study.kept(file, {**settings, "lr": 1.0})
+def test_an_earlier_runs_pairs_keep_their_own_settings(tmp_path):
+    file = tmp_path / "study.json"
+    assert study.kept(file) == {}
+    file.write_text(json.dumps({"settings": {"lr": 1}, "prompts": {"0": 4}, "pairs": {"a": {}, "b": {"settings": {"lr": 2}}}, "shipped": {}}))
+    assert study.kept(file) == {"pairs": {"a": {"prompts": {"0": 4}, "settings": {"lr": 1}}, "b": {"prompts": {"0": 4}, "settings": {"lr": 2}}},
+                                "shipped": {}}
+
+
+def test_a_work_folder_belongs_to_the_settings_it_was_begun_with(tmp_path):
+    study.claim(tmp_path, study.Settings())
+    study.claim(tmp_path, replace(study.Settings(), chained=1))  # how much is decoded may differ
+    with pytest.raises(ValueError, match="was begun with other settings, must be from these"):
+        study.claim(tmp_path, replace(study.Settings(), lr=1.0))
+
+
+def test_settings_by_name():
+    assert study.changes(["steps=7", "lr=1e-4"]) == {"steps": 7, "lr": 1e-4}
+    for word in ("steps", "steps=1e-4", "unknown=1", "=1"):
+        with pytest.raises(ValueError, match=f"--set was '{word}', must be NAME=NUMBER"):
+            study.changes([word])
+
+
+@pytest.mark.parametrize("name", study.CELLS)
+def test_every_cell_trains_and_reads_back(tiny_target, rng, tmp_path, name):  # noqa: F811
+    """One step over stored branches moves what the cell has (its mark, its projector) exactly where it carries; the saved folder
+    reads back as the same cell; serving refuses what it would run otherwise."""
+    cell = study.CELLS[name]
+    carries, embed, head = cell["mode"] == "carryover", tiny_target.model.embed_tokens.weight.detach(), tiny_target.lm_head.weight.detach()
+    base = tiny_drafter(tiny_target, mark="")
+    records = records_of(base, tiny_target, rng)
+    cache.build(tmp_path / "branches", base, tiny_target, records, anchors=20, seed=1, limit=1e9)
+    base.save(tmp_path / "base", torch.float32)
+    fields = {key: cell[key] for key in study.STUDY if key in cell}
+    model = DraftModel.load(tmp_path / "base", embed, head, mark=cell.get("mark_site", "pre_norm") if carries else None, **fields)
+    states = data.tap_states(tiny_target, data.pad_records(records)[0], model.c.taps)
+    if model.c.carried != "states":
+        carry.size_projector(model, states)
+        sizes = [x.detach().square().mean() for x in (model.carry_proj(model.embed), model.fc(states))]
+        assert sizes[0] == pytest.approx(sizes[1].item(), rel=1e-4)  # float32
+    store = cache.Store(tmp_path / "branches", records)
+    step = carry.stored_step(parallel.wrap(model), store, carry.CarrySettings(mode=cell["mode"]), seed=0, batch=2, anchors=20)
+    step(0)[0].backward()
+    own = {key: p.grad for key, p in model.named_parameters() if key in ("carryover_mark", "carry_proj.weight")}
+    assert set(own) == ({"carryover_mark"} if model.c.mark else set()) | ({"carry_proj.weight"} if fields.keys() & {"carried", "own_projector"} else set())
+    assert all(g is not None and g.any() for g in own.values())
+    model.save(tmp_path / "cell", torch.float32)
+    again = DraftModel.load(tmp_path / "cell", embed, head)
+    assert again.c == model.c and all(torch.equal(v, again.state_dict()[k]) for k, v in model.state_dict().items())
+    assert carry.chained(again, tiny_target, records, carry="on") == carry.chained(model, tiny_target, records, carry="on")
+    if fields:
+        with pytest.raises(CheckpointError, match="must be absent: it is not supported"):
+            CarryoverDrafter.from_pretrained(tmp_path / "cell", embed_tokens=embed, lm_head=head)
+
+
+def test_a_run_of_the_study_from_start_to_text(tmp_path, monkeypatch):
+    """Two pairs (one with a Markov head) in two runs through the script itself, few steps and prompts; the second keeps the
+    first one's pair, and the text tells both."""
+    small = dict(records=8, new_tokens=8, anchors_kept=4, base_steps=1, steps=1, base_batch=2, base_anchors=2, batch=2, anchors=2, warmup=0,
+                 held_out=1, held_out_sampled=1, chained=1, chained_sampled=1, recall_prompts=1, potential_records=1,
+                 base_muon_lr=0.0, muon_lr=0.0)
+    monkeypatch.setattr(study, "QUICK", small)
+    common = ["--quick", "--seeds", "7", "--potential", "--kinds", "code", "records", "--out", str(tmp_path / "study.json")]
+    study.main([*common, "--work", str(tmp_path / "a"), "--pairs", "layers_1", "--cells", "none", "carryover", "target_tokens",
+                "--temperatures", "0", "--sides", *study.SIDES])
+    study.main([*common, "--work", str(tmp_path / "b"), "--pairs", "markov_1", "--cells", "plain", "none", "carryover", "--set", "steps=2"])
+    out = json.loads((tmp_path / "study.json").read_text())
+    assert list(out["pairs"]) == ["layers_1", "markov_1"]
+    assert [pair["settings"]["steps"] for pair in out["pairs"].values()] == [1, 2]
+    measured = out["pairs"]["layers_1"]["measures"]["0"]
+    assert {f"carryover on / carryover {side}" for side in ("off", "shuffled", "zero", "stale", "two_rounds", "on_cut")} <= set(measured["contrasts"])
+    assert {"carryover on / target_tokens on", "carryover on_cut / none off_cut", "target_tokens on / none off"} <= set(measured["contrasts"])
+    assert set(measured["verified"]) == {"none_7 off_cut", "carryover_7 on_cut", "target_tokens_7 on_cut"}
+    saved = json.loads((tmp_path / "b/markov_1/carryover_7/model/config.json").read_text())
+    assert saved["dflash_config"]["markov_rank"] == 64 and set(out["pairs"]["markov_1"]["cells"]) == {"plain_7", "none_7", "carryover_7"}
+    study_docs.main([str(tmp_path / "study.json"), str(tmp_path / "study.md"), "--no-plots"])
+    told = (tmp_path / "study.md").read_text()
+    assert "## Markov drafter of 1 layer" in told and "drafts verified a round" in told
 
 
 def test_the_embedded_pair_is_measured_and_told(tmp_path, monkeypatch):

@@ -328,7 +328,11 @@ def _neox(keys: Keys) -> bool:
 
 
 def _mark_site(keys: Keys) -> dict:
-    site = Keys(keys.get(MARK_CONFIG, {}), f"config.json: {MARK_CONFIG}").get("mark_site", "pre_norm")
+    ours = Keys(keys.get(MARK_CONFIG, {}), f"config.json: {MARK_CONFIG}")
+    for key in ours.values:
+        if key != "mark_site":
+            ours.refuse(key)  # drafters of the study that carry something else, or elsewhere
+    site = ours.get("mark_site", "pre_norm")
     if site not in MARK_SITES:
         raise CheckpointError(f"config.json: {MARK_CONFIG}: mark_site is {site!r}, must be 'pre_norm' or 'post_norm'")
     return dict(mark_site=site)

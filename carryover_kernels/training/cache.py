@@ -55,7 +55,7 @@ def _shard(model, target, records, anchors, seed, batch):
     for i in range(0, len(order), batch):
         chosen = order[i : i + batch]
         ids, lengths = data.pad_records([records[j] for j in chosen])
-        with torch.autocast("cpu", torch.bfloat16):
+        with data.autocast():
             b = rollout.draft_and_verify(model, target, ids, lengths, first[chosen], keep[chosen], logits=True)
         for row, j in enumerate(chosen):
             states[j] = b.features[row, : lengths[row]].to(torch.bfloat16)

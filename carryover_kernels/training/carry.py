@@ -13,7 +13,7 @@ class CarrySettings:
     """mode: "carryover" (rejected rows are carried), "none" (the control: the same moved anchors, nothing carried) or
     "plain" (anchors as sampled: more of the baseline's training). share: the part of branches that carry, reached in a
     line over the first `ramp` steps. temperature: of the first draft. parts, decay: see losses. chunk: rows whose logits
-    are held at once. autocast: bf16 for matrix products."""
+    are held at once. autocast: bf16 for matrix products where the device has it."""
 
     mode: str = "carryover"
     share: float = 1.0
@@ -28,7 +28,7 @@ class CarrySettings:
         return self.share * min(1.0, (step + 1) / self.ramp) if self.ramp else self.share
 
     def precision(self, device):
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)
+        return data.autocast(device.type, self.autocast)
 
 
 @torch.no_grad()
@@ -46,13 +46,20 @@ def set_mark(model, scale, seed, features):
     return size
 
 
+@torch.no_grad()
+def size_projector(model, features):
+    """Starts a projector of token embeddings so that their rows are as large as fc's rows of tap states [N, T, F]."""
+    embedded = model.carry_proj(model.embed).square().mean().sqrt()
+    model.carry_proj.weight.mul_(model.fc(features).square().mean().sqrt() / embedded)
+
+
 def second_sums(model, ids, lengths, branches, settings, chosen=None, head=None):
     """The second draft at the moved anchors; only this pass has a gradient. chosen [N, A] bool: which branches carry what
     they may. head [V, H_t]: the target's, where settings.parts.of_target.
     -> the sum of the losses, and [sum of weights, tokens right in a row, anchors, rejected rows]."""
     labels, kept = data.block_labels(ids, lengths, branches.anchors, branches.keep, model.c.proposals)
     weights = losses.position_weights(kept, settings.decay)
-    left = branches.carry(chosen) if settings.mode == "carryover" else None
+    left = branches.carry(chosen, model) if settings.mode == "carryover" else None
     rows = rollout.draft_rows(model, branches.features, lengths, ids, branches.anchors, left)
     previous = rollout.previous_tokens(ids, branches.anchors, labels)
     bias = target = guesses = None
@@ -113,7 +120,7 @@ def carry_step(trainee, target, records, settings, *, seed, batch, anchors):
         else:
             branches = rollout.draft_and_verify(
                 model, target, ids, lengths, first, keep, settings.temperature, generator,
-                states=settings.mode == "carryover", last=last,
+                states=settings.mode == "carryover", logits=model.c.carried == "target_tokens", last=last,
             )
         return second_sums(model, ids, lengths, branches, settings, carries, head)
 
@@ -146,11 +153,11 @@ def recall(model, target, records, *, anchors, seed, ks=(1, 16), batch=16, draft
         part = ordered[i : i + batch]
         ids, lengths = data.pad_records(part)
         first, keep = data.sample_anchors(part, anchors, generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            branches = rollout.draft_and_verify(drafter or model, target, ids, lengths, first, keep)
+        with data.autocast():
+            branches = rollout.draft_and_verify(drafter or model, target, ids, lengths, first, keep, logits=model.c.carried == "target_tokens")
             carrying = branches.rejected.any(-1)
             labels, kept = data.block_labels(ids, lengths, branches.anchors, carrying, model.c.proposals)
-            for side, carry in (("on", branches.carry()), ("off", None)):
+            for side, carry in (("on", branches.carry(model=model)), ("off", None)):
                 rows = rollout.draft_rows(model, branches.features, lengths, ids, branches.anchors, carry)
                 logits = model.logits(rows, rollout.previous_tokens(ids, branches.anchors, labels)).float()
                 rank = (logits > torch.gather(logits, -1, labels[..., None])).sum(-1)
@@ -165,18 +172,26 @@ def recall(model, target, records, *, anchors, seed, ks=(1, 16), batch=16, draft
     return out
 
 
+SIDES = ("on", "off", "shuffled", "zero", "stale", "two_rounds")
+
+
 @torch.no_grad()
-def chained(model, target, records, *, carry, batch=32, details=False):
+def chained(model, target, records, *, carry, batch=32, details=False, cut=0.0):
     """Decoding replayed over records: each round drafts greedily with what its own last round left behind. Agreement with the
     record is verification: of a greedy record exactly, of a sampled one by the coupling "the target sampled this".
 
-    carry: True or "on", False or "off", or "shuffled" (each prompt carries another one's rows).
-    -> list of (tokens, rounds, accepted each); details adds how many drafts after the first rejected one agree all the same.
+    carry: True or "on", False or "off", or at the places of the own rows other ones: "shuffled" (another prompt's), "zero"
+    (tap states of zero: the mark alone), "stale" (those of the round before the last). "two_rounds": also those of the round
+    before the last whose positions aren't committed yet. cut: drafts are verified only as far as the product of the drafter's
+    own probabilities stays at or above it; the first one always is.
+    -> list of (tokens, rounds, accepted each); details adds how many drafts after the first rejected one agree all the same,
+    and how many drafts were verified.
     """
-    on, shuffled = carry in (True, "on", "shuffled"), carry == "shuffled"
+    on = carry is not False and carry != "off"
     order = sorted(range(len(records)), key=lambda i: len(records[i].ids))
     steps = torch.arange(model.c.proposals)
-    history, tokens, again = [[] for _ in records], [0] * len(records), [0] * len(records)
+    asks = model.c.carried == "target_tokens"
+    history, tokens, again, verified = [[] for _ in records], *([0] * len(records) for _ in range(3))
     for begin in range(0, len(order), batch):
         part = order[begin : begin + batch]
         ids, lengths = data.pad_records([records[j] for j in part])
@@ -184,40 +199,67 @@ def chained(model, target, records, *, carry, batch=32, details=False):
         past = rollout.reuse(past, model.c.proposals)
         outside = rollout.context_keys(model, features)
         anchors = torch.tensor([[records[j].start] for j in part])
-        left = None
+        left = before = None  # the last round's rows as draft_rows takes them; and the round's before, for "stale" and "two_rounds"
         while True:
             active = anchors[:, 0] < lengths - 1
             if not active.any():
                 break
             # Finished rows are dropped once they are a quarter: each time costs one copy. Shuffled, a neighbour must stay.
-            if not shuffled and active.sum() <= 0.75 * len(part):
+            if carry != "shuffled" and active.sum() <= 0.75 * len(part):
                 part = [j for j, live in zip(part, active.tolist(), strict=True) if live]
                 ids, lengths, features, anchors = (t[active] for t in (ids, lengths, features, anchors))
                 outside = [(k[active], v[active]) for k, v in outside]
-                left = left and tuple(t[active] for t in left)
+                left, before = (x and tuple(t[active] for t in x) for x in (left, before))
                 past.batch_select_indices(active)
                 active = active[active]
             rows = rollout.draft_rows(model, features, lengths, ids, anchors, left, outside)
-            drafts, _ = model.propose(rows, torch.gather(ids, 1, anchors))
+            drafts, logits = model.propose(rows, torch.gather(ids, 1, anchors))
             labels, kept = data.block_labels(ids, lengths, anchors, active[:, None], model.c.proposals)
+            checked = _trusted(logits, drafts, cut)
             agrees = (drafts == labels) & kept
-            accepted = torch.cumprod(agrees.long(), -1).sum(-1)
-            after = (agrees & (steps > accepted[..., None])).sum(-1)
+            accepted = torch.cumprod((agrees & checked).long(), -1).sum(-1)
+            after = (agrees & checked & (steps > accepted[..., None])).sum(-1)
+            moved = torch.where(active[:, None], anchors + accepted + 1, anchors)
             if on:
-                states = rollout.verify_branches(target, past, lengths, anchors, drafts, model.c.taps)
-                rejected = (steps >= accepted[..., None]) & active[:, None, None]
-                positions = anchors[..., None] + 1 + steps
-                if shuffled:  # as many rows as its own, at its own positions, of the neighbour's branch
-                    states = states.roll(1, 0)
-                left = (states, positions, rejected)
+                states = rollout.verify_branches(target, past, lengths, anchors, drafts, model.c.taps, asks)
+                states, predicted = states if asks else (states, None)
+                made = rollout.carried_rows(model, states, drafts, predicted)
+                valid = (steps >= accepted[..., None]) & checked & active[:, None, None]
+                own = made, anchors[..., None] + 1 + steps + model.c.carry_pos_offset, valid
+                left, before = _left_behind(carry, own, before, moved), own
             for row, j in enumerate(part):
                 if active[row]:
                     m = int(accepted[row, 0])
                     tokens[j] += min(m + 1, int(lengths[row]) - 1 - int(anchors[row, 0]))
                     history[j].append(m)
                     again[j] += int(after[row, 0])
-            anchors = torch.where(active[:, None], anchors + accepted + 1, anchors).clamp_max(ids.shape[1] - 1)
-    return [(t, len(h), h, *([a] if details else [])) for t, h, a in zip(tokens, history, again, strict=True)]
+                    verified[j] += int(checked[row, 0].sum())
+            anchors = moved.clamp_max(ids.shape[1] - 1)
+    extra = zip(again, verified, strict=True) if details else [()] * len(records)
+    return [(t, len(h), h, *more) for t, h, more in zip(tokens, history, extra, strict=True)]
+
+
+def _trusted(logits, drafts, cut):
+    """Which drafts [N, A, P] are verified under chained's `cut`."""
+    if not cut:
+        return torch.ones_like(drafts, dtype=torch.bool)
+    chance = torch.gather(torch.softmax(logits, -1), -1, drafts[..., None])[..., 0].cumprod(-1)
+    return (chance >= cut) | (torch.arange(drafts.shape[-1]) == 0)
+
+
+def _left_behind(carry, own, before, moved):
+    """What the next round at anchors `moved` carries: `own` rows, or what stands in their place; see chained."""
+    made, positions, valid = own
+    if carry == "shuffled":
+        return made.roll(1, 0), positions, valid
+    if carry == "zero":
+        return torch.zeros_like(made), positions, valid
+    if carry == "stale":
+        return (before[0], positions, valid) if before else None
+    if carry == "two_rounds" and before:
+        older = before[0], before[1], before[2] & (before[1] >= moved[..., None])
+        return tuple(torch.cat(pair, 2) for pair in zip(older, own, strict=True))
+    return own
 
 
 def acceptance_length(results):

@@ -170,7 +170,7 @@ def new_target(settings, tokenizer):
 
 def target_loss(model, ids, weights):
     """Mean cross-entropy of the weighted tokens; logits are computed where the weight is not zero only."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with data.autocast():
         hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         keep = weights.reshape(-1) > 0
         logits = model.lm_head(hidden.reshape(-1, hidden.shape[-1])[keep])
@@ -257,7 +257,7 @@ def plain_loss(model, ids, lengths, features, anchors, keep):
     """Cross-entropy with decay at given anchors; also the mean number of accepted drafts (teacher-forced chain)."""
     labels, kept = data.block_labels(ids, lengths, anchors, keep, model.c.proposals)
     weights = losses.position_weights(kept)
-    with torch.autocast("cpu", torch.bfloat16):
+    with data.autocast():
         rows = rollout.draft_rows(model, features, lengths, ids, anchors)
         logits = model.logits(rows, rollout.previous_tokens(ids, anchors, labels))
     loss = losses.cross_entropy(logits, labels, weights)

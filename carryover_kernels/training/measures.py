@@ -37,7 +37,7 @@ def _branches(model, store, chosen, anchors, generator):
     ids, lengths, b = store.batch(chosen, anchors, generator, carrying=1.0)
     carries = b.rejected.any(-1)
     labels, kept = data.block_labels(ids, lengths, b.anchors, carries, p)
-    with torch.autocast("cpu", torch.bfloat16):
+    with data.autocast():
         rows = rollout.draft_rows(model, b.features, lengths, ids, b.anchors)
         logits = torch.log_softmax(model.logits(rows, rollout.previous_tokens(ids, b.anchors, labels)).float(), -1)
     at = b.accepted[..., None] + torch.arange(p)
@@ -84,11 +84,11 @@ def attention_on_carried(model, target, records, anchors=8, seed=1, batch=16):
         part = ordered[i : i + batch]
         ids, lengths = data.pad_records(part)
         first, keep = data.sample_anchors(part, anchors, generator)
-        b = rollout.draft_and_verify(model, target, ids, lengths, first, keep)
+        b = rollout.draft_and_verify(model, target, ids, lengths, first, keep, logits=model.c.carried == "target_tokens")
         rows = b.rejected.sum(-1)
         for layer in model.layers:
             layer.self_attn.watch = []
-        rollout.draft_rows(model, b.features, lengths, ids, b.anchors, b.carry())
+        rollout.draft_rows(model, b.features, lengths, ids, b.anchors, b.carry(model=model))
         for depth, layer in enumerate(model.layers):
             (mass,) = layer.self_attn.watch or [torch.zeros(*rows.shape, model.c.block)]
             layer.self_attn.watch = None
@@ -117,17 +117,24 @@ def summary(rows, held, cells, seeds):
             return [[sum(x[0] for x in r), sum(x[1] for x in r), [m for x in r for m in x[2]]] for r in zip(*each, strict=True)]
 
         names = ["all", *(kind for kind in corpus.KINDS if kind in kinds)]
-        lengths, positions, contrasts = {}, {}, {}
+        lengths, positions, contrasts, verified = {}, {}, {}, {}
         for key in rows:
             for side in rows[key][t]:
                 lengths[f"{key} {side}"] = {kind: acceptance_length(pick(key, side, kind)) for kind in names}
                 positions[f"{key} {side}"] = by_position(pick(key, side, "all"))
+                if side.endswith("_cut"):
+                    verified[f"{key} {side}"] = {kind: sum(x[4] for x in r) / sum(x[1] for x in r)
+                                                 for kind in names for r in [pick(key, side, kind)]}
         planned = []
         for name in cells:
             if "on" in rows[f"{name}_{seeds[0]}"][t]:
                 planned += [(name, "on", other, "off") for other in ("none", "plain", "base")
                             if other in cells or other in rows]
-                planned += [(name, "on", name, "off"), (name, "on", name, "shuffled")]
+                first = rows[f"{name}_{seeds[0]}"][t]
+                planned += [(name, "on", name, side) for side in ("off", "shuffled", "zero", "stale", "two_rounds") if side in first]
+                if name == "carryover":
+                    planned += [(name, "on", other, "on") for other in cells if other != name and "on" in rows[f"{other}_{seeds[0]}"][t]]
+                planned += [(name, "on", name, "on_cut")] * ("on_cut" in first) + [(name, "on_cut", "none", "off_cut")] * ("none" in cells)
             elif "base" in rows:
                 planned.append((name, "off", "base", "off"))
         for one, a, other, b in planned:
@@ -143,6 +150,8 @@ def summary(rows, held, cells, seeds):
                 }
             contrasts[f"{one} {a} / {other} {b}"] = found
         out[t] = {"acceptance_length": lengths, "by_position": positions, "contrasts": contrasts}
+        if verified:
+            out[t]["verified"] = verified  # drafts a round
         if t == "0" and {"none", "carryover"} <= set(cells):
             out[t]["reconvergence"] = reconvergence(rows[f"none_{seeds[0]}"][t]["off"], pooled("carryover", "on", "all", seeds),
                                                     pooled("none", "off", "all", seeds), kinds)

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from carryover_kernels.drafter.files import write_checkpoint
 
 MARK = "carryover_mark"  # [H] f32: the one tensor that carryover adds to a checkpoint
+CARRIED = ("states", "draft_tokens", "target_tokens")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class DraftConfig:
     max_position: int = 2048
     shift: int = 0
     mark: str = ""  # "", "pre_norm" or "post_norm"
+    carried: str = "states"  # study only: carried rows are tap states, or embeddings of the drafts or of the target's tokens there
+    own_projector: bool = False  # study only: carried tap states go through a projector of their own in place of fc
+    carry_pos_offset: int = 0  # study only: added to carried rows' positions
     markov_rank: int = 0
     markov_type: str = "vanilla"
     confidence: bool = False
@@ -61,8 +65,9 @@ class DraftConfig:
             sliding_window=None, tie_word_embeddings=False, use_cache=True, use_sliding_window=False,
             vocab_size=self.vocab, dtype="bfloat16",
         )
-        if self.mark:
-            common["carryover_config"] = {"mark_site": self.mark}
+        study = {k: getattr(self, k) for k in STUDY if getattr(self, k) != getattr(type(self), k)}
+        if self.mark or study:
+            common["carryover_config"] = {**({"mark_site": self.mark} if self.mark else {}), **study}
         if self.shift == 0:
             inner = dict(mask_token_id=self.mask_token, target_layer_ids=list(self.taps))
             if self.markov_rank:
@@ -93,10 +98,14 @@ class DraftConfig:
             eps=raw["rms_norm_eps"], theta=float(rope.get("rope_theta", raw.get("rope_theta", 1e6))),
             max_position=raw["max_position_embeddings"], shift=0 if zlab else 1,
             mark=raw.get("carryover_config", {}).get("mark_site", "") or mark,
+            **{k: v for k, v in raw.get("carryover_config", {}).items() if k in STUDY},
             markov_rank=inner.get("markov_rank", 0), markov_type=inner.get("markov_head_type", "vanilla"),
             confidence=raw.get("enable_confidence_head", False),
             confidence_markov=raw.get("confidence_head_with_markov", True),
         )
+
+
+STUDY = ("carried", "own_projector", "carry_pos_offset")  # what serving refuses: it carries tap states through fc, where they were
 
 
 class RMSNorm(nn.Module):
@@ -273,6 +282,12 @@ class DraftModel(nn.Module):
             self.confidence_head = ConfidenceHead(c)
         if c.mark:
             self.carryover_mark = nn.Parameter(torch.zeros(c.hidden))
+        if c.carried not in CARRIED:
+            raise ValueError(f"draft model: carried was {c.carried!r}, must be one of {', '.join(CARRIED)}")
+        if c.carried != "states":
+            self.carry_proj = nn.Linear(embed.shape[1], c.hidden, bias=False)
+        elif c.own_projector:
+            self.carry_proj = nn.Linear(self.fc.in_features, c.hidden, bias=False)
         self.register_buffer("embed", embed, persistent=False)
         self.register_buffer("head", head, persistent=False)
 
@@ -291,10 +306,11 @@ class DraftModel(nn.Module):
         return self
 
     def features(self, taps, carried=False):
-        """taps [N, T, taps*H_target] -> [N, T, H]. Carried rows get the mark, before hidden_norm or after it."""
+        """taps [N, T, taps*H_target] -> [N, T, H]. Carried rows get the mark, before hidden_norm or after it; they may be
+        rows [N, T, H_target] of the embeddings where the config says so."""
         if not torch.is_autocast_enabled(taps.device.type):
             taps = taps.to(self.fc.weight.dtype)  # cached states are bf16
-        x = self.fc(taps)
+        x = (self.carry_proj if carried and hasattr(self, "carry_proj") else self.fc)(taps)
         if carried and self.c.mark == "pre_norm":
             x = x + self.carryover_mark.to(x.dtype)
         x = self.hidden_norm(x)
@@ -374,9 +390,10 @@ class DraftModel(nn.Module):
         write_checkpoint(directory, self.c.to_json(), tensors)
 
     @classmethod
-    def load(cls, directory, embed=None, head=None, mark=None):
+    def load(cls, directory, embed=None, head=None, mark=None, **study):
         """Reads a z-lab or DeepSpec folder in f32. embed and head are the target's where the folder has none.
-        mark: "pre_norm" or "post_norm" adds a zero mark to a checkpoint without one."""
+        mark: "pre_norm" or "post_norm" adds a zero mark to a checkpoint without one. study: fields of STUDY; a projector that
+        the checkpoint lacks starts as fc, or as the identity on embeddings."""
         from safetensors.torch import load_file
 
         directory = Path(directory)
@@ -389,7 +406,10 @@ class DraftModel(nn.Module):
             raise ValueError(f"draft model: {directory} has no embed_tokens or lm_head, must be given the target's")
         if mark is not None:
             config = replace(config, mark=mark)
-        model = cls(config, embed, head)
+        model = cls(replace(config, **study), embed, head)
+        if hasattr(model, "carry_proj") and "carry_proj.weight" not in tensors:
+            states = model.c.carried == "states"
+            tensors["carry_proj.weight"] = tensors["fc.weight"] if states else torch.eye(*model.carry_proj.weight.shape)
         if config.mark and MARK not in tensors:
             tensors[MARK] = torch.zeros(config.hidden)
         model.load_state_dict(tensors)

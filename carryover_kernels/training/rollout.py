@@ -115,10 +115,20 @@ class Branches:
         """The branches of some of the sequences (a slice of the first dimension)."""
         return Branches(*(t if t is None else t[chosen] for t in vars(self).values()))
 
-    def carry(self, chosen=None):
-        """The `carry` of draft_rows; chosen [N, A] bool leaves the others' carry empty."""
+    def carry(self, chosen=None, model=None):
+        """The `carry` of draft_rows; chosen [N, A] bool leaves the others' carry empty. model: whose config says what rows are
+        carried and where they stand (default: tap states at their own positions)."""
         valid = self.rejected if chosen is None else self.rejected & chosen[..., None]
-        return self.states, self.positions, valid
+        if model is None:
+            return self.states, self.positions, valid
+        return carried_rows(model, self.states, self.drafts, self.predicted), self.positions + model.c.carry_pos_offset, valid
+
+
+def carried_rows(model, states, drafts, predicted):
+    """What a drafter carries of rejected rows: tap states [..., F], or embeddings [..., H_t] of the drafts, or of the target's
+    greedy token after each (row i's stands one position later)."""
+    tokens = {"draft_tokens": drafts, "target_tokens": predicted}
+    return states if model.c.carried == "states" else torch.nn.functional.embedding(tokens[model.c.carried], model.embed)
 
 
 def _taps(hidden_states, taps):

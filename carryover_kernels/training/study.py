@@ -11,6 +11,7 @@ tables and plots from it.
 import argparse
 import json
 import os
+import re
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,20 +21,36 @@ import torch
 
 from carryover_kernels.training import cache, carry, corpus, data, embedded, evaluation, measures, parallel
 from carryover_kernels.training.loop import Loop, make_optimizers, progress_bar, write_json
-from carryover_kernels.training.model import DraftModel
+from carryover_kernels.training.model import STUDY, DraftModel
 
-# A pair is the embedded target with a baseline. Of another depth than the embedded drafter's, the baseline starts from
-# that one's fc, norms and first layers and is trained on (cell "plain"), up to a learning rate of zero.
-PAIRS = {"layers_3": 3, "layers_2": 2, "layers_1": 1}
+# A pair is the embedded target with a baseline: the embedded drafter, or fc, norms and these layers of it, with a Markov head or
+# without, trained on without carry up to a learning rate of zero. (The last layer is what the head reads: of two, the first and the
+# last lose least.)
+PAIRS = {
+    "layers_3": {"layers": (0, 1, 2)},
+    "layers_2": {"layers": (0, 2)},
+    "layers_1": {"layers": (0,)},
+    "markov_2": {"layers": (0, 2), "markov": "vanilla"},
+    "markov_1": {"layers": (0,), "markov": "vanilla"},
+}
 
-# What differs between cells. Rates and mark_scale of the mark are in sizes of a row (carry.set_mark).
+# What differs between cells. Rates and mark_scale of the mark are in sizes of a row (carry.set_mark); mark_site None: no mark. The
+# rest are the drafter's own fields, see model.DraftConfig.
 CELLS = {
     "plain": {"mode": "plain"},
     "none": {"mode": "none"},
     "carryover": {"mode": "carryover"},
+    "draft_tokens": {"mode": "carryover", "carried": "draft_tokens"},
+    "target_tokens": {"mode": "carryover", "carried": "target_tokens"},
     "carryover_post_norm": {"mode": "carryover", "mark_site": "post_norm"},
     "carryover_zero_mark": {"mode": "carryover", "mark_scale": 0.0},
+    "carryover_no_mark": {"mode": "carryover", "mark_site": None},
+    "carryover_own_projector": {"mode": "carryover", "own_projector": True},
+    "carryover_offset_1": {"mode": "carryover", "carry_pos_offset": 1},
 }
+
+# How a drafter decodes: carry.chained's sides, and with verification cut where the drafter is unsure.
+SIDES = (*carry.SIDES, "on_cut", "off_cut")
 
 # The embedded drafters that differ by carry alone: cell -> folder.
 SHIPPED = {"none": "dflash_small", "carryover": "dflash_small_carryover"}
@@ -62,6 +79,8 @@ class Settings:
     batch: int = 8
     anchors: int = 20
     warmup: int = 20
+    markov_rank: int = 64
+    cut: float = 0.3  # of sides that cut: least product of the drafter's own probabilities
     held_out: int = 256  # prompts a kind, answered greedily
     held_out_sampled: int = 128  # prompts a kind, answered at temperature 0.7
     chained: int = 32  # of the greedy ones, prompts a kind that are decoded
@@ -96,8 +115,8 @@ def held_out(work, target, tokenizer, settings, name="study", temperature=0.0):
 class Study:
     """Target, prompts and records of a work folder."""
 
-    def __init__(self, models, work, settings, temperatures=("0", "0.7"), sides=("on", "off", "shuffled")):
-        self.temperatures, self.wanted = temperatures, sides
+    def __init__(self, models, work, settings, temperatures=("0", "0.7"), sides=("on", "off", "shuffled"), kinds=corpus.KINDS):
+        self.temperatures, self.wanted, self.kinds = temperatures, sides, kinds
         self.models, self.work, self.settings = Path(models), Path(work), settings
         self.target, self.tokenizer = data.load_target(self.models / "target")
         self.embed = self.target.get_input_embeddings().weight.detach()
@@ -107,7 +126,7 @@ class Study:
     def records(self):
         """The target's responses to training prompts."""
         made = embedded.Settings(records=self.settings.records, new_tokens=self.settings.new_tokens)
-        writer = data.load_target(self.models / "target", torch.bfloat16)[0]
+        writer = data.load_target(self.models / "target", torch.bfloat16 if data.multiplies_bf16() else torch.float32)[0]
         found = embedded.write_records(made, self.work, self.files, self.tokenizer, writer)
         return [r for r in found if len(r.ids) - r.start > 2]
 
@@ -121,29 +140,30 @@ class Study:
     def decoded(self):
         """The prompts of `held` that are decoded, the first of each kind."""
         counts = {"0": self.settings.chained, "0.7": self.settings.chained_sampled}
-        return {t: [r for kind in corpus.KINDS for r in [r for r in held if r.kind == kind][: counts[t]]] for t, held in self.held.items()}
+        return {t: [r for kind in self.kinds for r in [r for r in held if r.kind == kind][: counts[t]]] for t, held in self.held.items()}
 
-    def load(self, folder, mark=None):
-        return DraftModel.load(folder, embed=self.embed, head=self.embed, mark=mark)
+    def load(self, folder, mark=None, **fields):
+        return DraftModel.load(folder, embed=self.embed, head=self.embed, mark=mark, **fields)
 
     def baseline(self, pair):
         """Folder of a pair's baseline, trained where it is not the embedded drafter."""
-        shipped = self.models / "dflash"
-        whole = self.load(shipped)
-        if PAIRS[pair] == whole.c.layers:
+        shipped, markov = self.models / "dflash", PAIRS[pair].get("markov")
+        whole, layers = self.load(shipped), PAIRS[pair]["layers"]
+        if len(layers) == whole.c.layers and not markov:
             return shipped
         folder = self.work / pair / "base"
         if not (folder / "model").exists():
             s = self.settings
-            model = DraftModel(replace(whole.c, layers=PAIRS[pair]), self.embed, self.embed).initialise(1)
+            head = {"markov_rank": s.markov_rank, "markov_type": markov} if markov else {}
+            model = DraftModel(replace(whole.c, layers=len(layers), **head), self.embed, self.embed).initialise(1)
+            start = {re.sub(r"^layers\.(\d+)", lambda m: f"layers.{layers[int(m[1])]}", key): key for key in model.state_dict()}
             there = whole.state_dict()
-            model.load_state_dict({key: there[key] for key in model.state_dict()})
+            model.load_state_dict({**model.state_dict(), **{key: there[old] for old, key in start.items() if old in there}})
             loop = Loop(model, make_optimizers(model, s.base_lr, s.base_muon_lr), folder, s.base_steps, warmup=min(50, s.base_steps // 4),
                         log_every=5, decay=s.base_steps // 3, name=f"{pair} base")
             loop.resume()
-            store = self.branches("layers_3", shipped)
-            loop.run(carry.stored_step(parallel.wrap(model), store, carry.CarrySettings(mode="plain"), seed=1, batch=s.base_batch,
-                                       anchors=s.base_anchors))
+            loop.run(carry.carry_step(parallel.wrap(model), self.target, self.records, carry.CarrySettings(mode="plain"), seed=1,
+                                      batch=s.base_batch, anchors=s.base_anchors))
             model.save(folder / "model")
         return folder / "model"
 
@@ -167,11 +187,15 @@ class Study:
         if (folder / "cell.json").exists():
             return folder / "model"
         carries = cell["mode"] == "carryover"
-        model, size = self.load(base, cell.get("mark_site", "pre_norm") if carries else None), 1.0
+        fields = {key: cell[key] for key in STUDY if key in cell}
+        model, size = self.load(base, cell.get("mark_site", "pre_norm") if carries else None, **fields), 1.0
         if carries:
             ids, _ = data.pad_records(self.records[:8])
             states = data.tap_states(self.target, ids, model.c.taps)
-            size = carry.set_mark(model, cell.get("mark_scale", s.mark_scale), seed + 11, states)
+            if model.c.carried != "states":
+                carry.size_projector(model, states)
+            if model.c.mark:
+                size = carry.set_mark(model, cell.get("mark_scale", s.mark_scale), seed + 11, states)
         store = self.branches(pair, base)
         loop = Loop(model, make_optimizers(model, s.lr, s.muon_lr, mark_lr=s.mark_lr * size), folder, s.steps, warmup=s.warmup,
                     log_every=5, name=f"{pair} {name} {seed}")
@@ -185,7 +209,7 @@ class Study:
         model.save(folder / "model")
         facts = {"name": name, "cell": cell, "seed": seed, "steps": s.steps, "row_size": size, "minutes": minutes,
                  "last_loss": evaluation.last_loss(folder / "metrics.jsonl")}
-        if carries:
+        if model.c.mark:
             facts["mark_size"] = model.carryover_mark.detach().square().mean().sqrt().item()
         write_json(folder / "cell.json", facts)
         return folder / "model"
@@ -194,8 +218,9 @@ class Study:
         """Rounds of every held-out prompt, [tokens, rounds, accepted each, reconverged drafts]; kept beside the model."""
         at = self.out_of(folder, f"chained_t{temperature}_{side}.json")
         if not at.exists():
-            write_json(at, carry.chained(self.load(folder), self.target, self.decoded[temperature], carry=side, details=True,
-                                         batch=self.settings.chained_batch))
+            cut = self.settings.cut if side.endswith("_cut") else 0.0
+            write_json(at, carry.chained(self.load(folder), self.target, self.decoded[temperature], carry=side.removesuffix("_cut"),
+                                         details=True, batch=self.settings.chained_batch, cut=cut))
         return json.loads(at.read_text())
 
     def out_of(self, folder, name):
@@ -211,7 +236,7 @@ class Study:
         if not at.exists():
             model, first = self.load(folder), self.load(base)
             found = {}
-            for kind in corpus.KINDS:
+            for kind in self.kinds:
                 some = [r for r in self.held[temperature] if r.kind == kind][: self.settings.recall_prompts]
                 found[kind] = carry.recall(model, self.target, some, anchors=8, seed=1, drafter=first)
             write_json(at, found)
@@ -223,12 +248,13 @@ class Study:
         if not at.exists():
             base = self.baseline(pair)
             write_json(at, measures.potential(self.load(base), self.branches(pair, base), self.settings.potential_records))
-        return {"layers": PAIRS[pair], "potential": json.loads(at.read_text())}
+        about = {"layers": len(PAIRS[pair]["layers"]), "markov": PAIRS[pair].get("markov", "")}
+        return {**about, "potential": json.loads(at.read_text())}
 
     def run(self, pair, cells, seeds):
         """All of one pair; its part of study.json."""
         base, found = self.baseline(pair), self.potential(pair)
-        found.update(cells={}, measures={}, prompts={t: len(r) for t, r in self.decoded.items()})
+        found.update(cells={}, measures={}, prompts={t: len(r) for t, r in self.decoded.items()}, settings=asdict(self.settings))
         rows = {"base": {t: {"off": self.chained(base, t, "off")} for t in self.held}}
         for seed in seeds:
             for name in cells:
@@ -261,34 +287,55 @@ class Study:
     def sides(self, name, seed, seeds, temperature):
         """How a cell's drafter decodes: without carry, with it, and with another prompt's rows. The first seed does all of it
         greedily; on sampled records, and with further seeds, only the main contrast is decoded."""
-        first = seed == seeds[0]
+        first = seed == seeds[0] and temperature == "0"
         if CELLS[name]["mode"] != "carryover":
-            return ("off",)
-        return tuple(s for s in self.wanted if s == "on" or (first and temperature == "0"))
+            return ("off", "off_cut") if first and "off_cut" in self.wanted else ("off",)
+        return tuple(s for s in self.wanted if s == "on" or (first and s != "off_cut"))
 
     def attention(self, folder):
         at = self.out_of(folder, "attention.json")
         if not at.exists():
             model = self.load(folder)
-            some = [r for kind in corpus.KINDS for r in [r for r in self.held["0"] if r.kind == kind][:16]]
+            some = [r for kind in self.kinds for r in [r for r in self.held["0"] if r.kind == kind][:16]]
             write_json(at, measures.attention_on_carried(model, self.target, some))
         return json.loads(at.read_text())
 
 
-# How much is decoded: pairs of one study may differ in it, each tells its own numbers.
-DECODED = ("held_out", "held_out_sampled", "chained", "chained_sampled", "chained_batch", "recall_prompts")
+# How much is decoded: what is trained doesn't depend on it.
+DECODED = ("held_out", "held_out_sampled", "chained", "chained_sampled", "chained_batch", "recall_prompts", "cut")
 
 
-def kept(file, settings):
-    """What an earlier run of the same settings left in study.json: its other pairs, and the embedded pair's measures."""
+def kept(file):
+    """What earlier runs left in study.json: its other pairs, each with its own settings, and the embedded pair's measures."""
     if not file.exists():
         return {}
     before = json.loads(file.read_text())
-    if any(before["settings"].get(key, value) != value for key, value in settings.items() if key not in DECODED):
-        raise ValueError(f"study: {file} was made with other settings, must be from these: use another file")
     for pair in before["pairs"].values():
         pair.setdefault("prompts", before.get("prompts"))
+        pair.setdefault("settings", before["settings"])
     return {key: before[key] for key in ("pairs", "shipped") if key in before}
+
+
+def claim(work, settings):
+    """Writes down what a work folder was begun with; another run's checkpoints and cells are not this one's."""
+    file = work / "settings.json"
+    mine = {key: value for key, value in asdict(settings).items() if key not in DECODED}
+    if file.exists() and json.loads(file.read_text()) != mine:
+        raise ValueError(f"study: {work} was begun with other settings, must be from these: use another folder")
+    write_json(file, mine)
+
+
+def changes(pairs):
+    """{"name": number} of words name=number, each of the type that Settings has there."""
+    found = {}
+    for word in pairs:
+        name, _, value = word.partition("=")
+        kind = Settings.__annotations__.get(name)
+        try:
+            found[name] = kind(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"study: --set was {word!r}, must be NAME=NUMBER with a name of Settings") from None
+    return found
 
 
 def main(argv=None):
@@ -301,8 +348,9 @@ def main(argv=None):
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=["none", "carryover"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[7, 8])
     parser.add_argument("--temperatures", nargs="+", choices=("0", "0.7"), default=["0", "0.7"], help="of decoded records")
-    sides = ("on", "off", "shuffled")
-    parser.add_argument("--sides", nargs="+", choices=sides, default=list(sides), help="how carryover cells decode")
+    parser.add_argument("--kinds", nargs="+", choices=corpus.KINDS, default=list(corpus.KINDS), help="of decoded records")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["on", "off", "shuffled"], help="how carryover cells decode")
+    parser.add_argument("--set", nargs="+", metavar="NAME=NUMBER", default=[], help="other settings, see Settings")
     parser.add_argument("--steps", type=int, help="of each cell (default: the study's)")
     parser.add_argument("--quick", action="store_true", help="a few steps and prompts, minutes: shows that the script works")
     parser.add_argument("--shipped", action="store_true",
@@ -313,17 +361,18 @@ def main(argv=None):
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     settings = Settings(**(QUICK if arguments.quick else {}))
-    settings = replace(settings, steps=arguments.steps or settings.steps)
+    settings = replace(settings, **changes(arguments.set), **({"steps": arguments.steps} if arguments.steps else {}))
     if n := arguments.prompts:
         settings = replace(settings, held_out=n, held_out_sampled=n, chained=n, chained_sampled=n)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    study = Study(arguments.models, arguments.work.resolve(), settings, arguments.temperatures, arguments.sides)
+    claim(arguments.work, settings)
+    study = Study(arguments.models, arguments.work.resolve(), settings, arguments.temperatures, arguments.sides, tuple(arguments.kinds))
     if arguments.shipped:
         write_json(arguments.out, {**json.loads(arguments.out.read_text()), "shipped": study.shipped()})
         return
     out = {"settings": asdict(settings), "library": study.library, "versions": evaluation.versions(), "threads": torch.get_num_threads(),
            "processors": os.cpu_count(), "pairs": {}}
-    out.update(kept(arguments.out, out["settings"]))
+    out.update(kept(arguments.out))
     for pair in arguments.potential:
         out["pairs"][pair] = {**out["pairs"].get(pair, {}), **study.potential(pair)}
     for pair in arguments.pairs:

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 from carryover_kernels.training.corpus import KINDS
-from carryover_kernels.training.study import SHIPPED
+from carryover_kernels.training.study import CELLS, SHIPPED
 
-SIDES = {"on": "on", "off": "off", "shuffled": "another prompt's rows"}
+SIDES = {"on": "on", "off": "off", "shuffled": "another prompt's rows", "zero": "rows of zeros", "stale": "rows of the round before the last",
+         "two_rounds": "rows of two rounds", "on_cut": "on, verification cut", "off_cut": "off, verification cut"}
 
 
 def percent(x, sign=True):
@@ -36,6 +37,11 @@ def verdict(contrast):
     return "is not told apart from that of the control without carry: the interval holds zero"
 
 
+def called(pair):
+    """What a pair's drafter is called: the start of a title or sentence."""
+    return f"{'Markov drafter' if pair.get('markov') else 'Drafter'} of {pair['layers']} layer{'s' if pair['layers'] > 1 else ''}"
+
+
 def summary(out):
     """One sentence a pair: the main contrast, greedy."""
     lines = []
@@ -46,7 +52,7 @@ def summary(out):
         base = pair["measures"]["0"]["acceptance_length"]["base off"]["all"]
         aim = "" if c["all"]["gain"] >= 0.065 else " It is below the +6.5 % that the paper reports as its smallest mean gain."
         lines.append(
-            f"- **Drafter of {pair['layers']} layer{'s' if pair['layers'] > 1 else ''}** (baseline's acceptance length {base:.2f}): the "
+            f"- **{called(pair)}** (baseline's acceptance length {base:.2f}): the "
             f"acceptance length with carried states {verdict(c)}: {interval(c['all'])}.{aim}"
         )
     if "shipped" in out:
@@ -57,7 +63,7 @@ def summary(out):
 
 
 def pair_text(name, pair, folder):
-    parts = [f"## Drafter of {pair['layers']} layer{'s' if pair['layers'] > 1 else ''}\n", measures_text(pair["measures"])]
+    parts = [f"## {called(pair)}\n", measures_text(pair["measures"])]
     parts.append(recall_text({key: cell["recall"] for key, cell in pair["cells"].items() if "recall" in cell}, "the baseline's"))
     parts.append(attention_text({key: cell["attention"] for key, cell in pair["cells"].items() if "attention" in cell}))
     parts.append(reconvergence_text(pair["measures"]))
@@ -102,6 +108,10 @@ def measures_text(measures):
             seeds = ", ".join(f"{s}: {percent(g)}" for s, g in c["all"]["seeds"].items())
             rows.append([key, *(interval(c[k]) for k in kinds), seeds])
         parts.append(table(["contrast", *kinds, "all, by seed"], rows) + "\n")
+        if "verified" in m:
+            parts.append("Where verification is cut, drafts verified a round:\n")
+            parts.append(table(["cell, seed", "carry", *kinds], [[*_key(key), *(f"{x[k]:.2f}" for k in kinds)] for key, x in m["verified"].items()])
+                         + "\n")
     return "\n".join(parts)
 
 
@@ -148,7 +158,7 @@ def _decoded(prompts):
 
 
 def _decoded_by_pair(out):
-    return "; ".join(f"{pair['layers']} layer{'s' if pair['layers'] > 1 else ''}: {_decoded(pair['prompts'])}"
+    return "; ".join(f"{called(pair).lower()}: {_decoded(pair['prompts'])}"
                      for pair in out["pairs"].values() if "measures" in pair)
 
 
@@ -157,7 +167,7 @@ def potential_text(out):
     for pair in out["pairs"].values():
         for key, p in pair["potential"].items():
             kind, t = key.split()
-            rows.append([pair["layers"], kind, t, p["branches"], f"{p['tokens']:.2f}", percent(p["with_bonus"] / p["tokens"] - 1),
+            rows.append([f"{pair['layers']}{', Markov' if pair.get('markov') else ''}", kind, t, p["branches"], f"{p['tokens']:.2f}", percent(p["with_bonus"] / p["tokens"] - 1),
                          percent(p["oracle"] / p["tokens"] - 1), *(percent(_mean(p[n], p["slots"]), False)
                                                                    for n in ("drafter_right", "target_right", "draft_right"))])
     return table(["drafter's layers", "kind", "T of the record", "branches", "tokens a round, alone", "with a bonus", "oracle",
@@ -171,10 +181,10 @@ def _mean(values, weights):
 def limits(out):
     """What a reader must know before quoting the result."""
     measured = [p for p in out["pairs"].values() if "measures" in p]
-    weak = [p["layers"] for p in measured if p["measures"]["0"]["acceptance_length"]["base off"]["all"] < 3]
+    weak = [called(p).lower() for p in measured if p["measures"]["0"]["acceptance_length"]["base off"]["all"] < 3]
     lines = [f"Small: decoded were, over all kinds together, {_decoded_by_pair(out)}."]
     if weak:
-        lines.append(f"The baselines of {', '.join(map(str, weak))} layer(s) are below an acceptance length of 3, weaker than published drafters are.")
+        lines.append(f"The baseline's acceptance length is below 3, weaker than published drafters are: {', '.join(weak)}.")
     again = [m for p in [*measured, *([out["shipped"]] if "shipped" in out else [])] for m in [p["measures"]]]
     if not any("0.7" in m for m in again):
         lines.append("Sampled responses were not decoded.")
@@ -182,12 +192,16 @@ def limits(out):
         lines.append("Decoding the same weights without carry or with another prompt's rows was not run; recall on and off was.")
     if not any(key.startswith("plain") for p in measured for key in p["cells"]):
         lines.append("Plain extra training was not run.")
-    lines.append("Cells that carry tokens in place of states and Markov drafters were not run.")
+    cells = {key.rsplit("_", 1)[0] for p in measured for key in p["cells"]}
+    if left := [name.replace("_", " ") for name in CELLS if name not in cells]:
+        lines.append(f"Cells of the script that were not run at this size: {', '.join(left)}.")
+    if not any(p.get("markov") for p in measured):
+        lines.append("Markov drafters were not run at this size.")
     return " ".join(lines)
 
 
 def text(out, folder):
-    s, v = out["settings"], out["versions"]
+    v = out["versions"]
     plots = f"\n![gain against potential]({folder.name}/potential.png)\n" if (folder / "potential.png").exists() else ""
     return f"""# Study: do rejected drafts' states help a small drafter?
 
@@ -216,19 +230,33 @@ the other. "Oracle": whichever of the two is right. Gains are in tokens a round.
 {shipped_text(out, folder)}
 ## How it was run
 
-- Target's responses to {s['records']} training prompts (half greedy, half at temperature 0.7), at most {s['new_tokens']} tokens;
-  decoded: {_decoded_by_pair(out)}; invented words and library files of held-out prompts are never trained on.
-- Baselines of fewer layers start from the embedded drafter's `fc`, norms and first layers: {s['base_steps']} steps of plain training
-  ({s['base_batch']} records x {s['base_anchors']} anchors, rates {s['base_lr']:g} AdamW and {s['base_muon_lr']:g} Muon, down to zero).
-- Cells start from the baseline: `none` (moved anchors, nothing carried), `carryover` (rejected rows carried in {percent(s['share'], False)} of the
-  branches). Same steps ({s['steps']}), data order and moved anchors: {s['batch']} records x {s['anchors']} anchors, rates {s['lr']:g} and {s['muon_lr']:g}, the
-  mark's {s['mark_lr']:g} of a row's size, cosine to zero. Of the anchors {percent(s['carrying'], False)} are drawn from branches with rejected rows.
+- Trained on the target's own responses to training prompts, half greedy, half at temperature 0.7. Decoded: {_decoded_by_pair(out)};
+  invented words and library files of held-out prompts are never trained on.
+- Baselines start from the embedded drafter's `fc`, norms and some of its layers and are trained without carry, rates down to zero.
+- Cells start from the baseline: `plain` (anchors as sampled), `none` (moved anchors, nothing carried), `carryover` (rejected rows
+  carried); all of them for the same steps, data order and anchors, rates by a cosine to zero; the mark's is in sizes of a row.
+- Where verification is cut, drafts are verified only as far as the product of the drafter's own probabilities stays above a bound.
+
+{settings_text(out)}
+
 - Off-policy, our choice: the first draft of a step is the baseline's throughout, so that all cells share the very same branches, kept on disk.
 - Decoding is replayed over the target's records: each round drafts greedily and carries its own last round's rejected rows; agreement
   with the record is verification (exact for greedy records; for sampled ones the coupling "the target sampled this token").
   Acceptance length = tokens / rounds over all prompts, the bonus counted. float32, bf16 weights as shipped.
 - {v['torch']} torch, {v['transformers']} transformers, Python {v['python']}, CPU ({out['processors']} cores, shared with other work: minutes are not a benchmark).
 """
+
+
+def settings_text(out):
+    """What each pair was trained with."""
+    told = {"responses": "records", "their longest, tokens": "new_tokens"}
+    for of, prefix in (("baseline", "base_"), ("cells", "")):
+        names = {"steps": "steps", "records a step": "batch", "anchors a record": "anchors", "AdamW's rate": "lr", "Muon's rate (0: AdamW for all)": "muon_lr"}
+        told |= {f"{of}: {name}": prefix + key for name, key in names.items()}
+    told |= {"mark's rate": "mark_lr", "part of branches that carry": "share", "part of anchors drawn where drafts were rejected": "carrying"}
+    pairs = [p for p in out["pairs"].values() if "measures" in p]
+    return table(["setting", *(called(p).lower() for p in pairs)],
+                 [[name, *(f"{p['settings'][key]:g}" for p in pairs)] for name, key in told.items()])
 
 
 def plots(out, folder):
@@ -248,7 +276,7 @@ def plots(out, folder):
             x = [100 * (pair["potential"][f"{k} {t}"]["oracle"] / pair["potential"][f"{k} {t}"]["tokens"] - 1) for k in kinds]
             y = [100 * c[k]["gain"] for k in kinds]
             error = [[100 * (c[k]["gain"] - c[k]["low"]) for k in kinds], [100 * (c[k]["high"] - c[k]["gain"]) for k in kinds]]
-            axes.errorbar(x, y, error, fmt="o" if t == "0" else "s", capsize=3, label=f"{pair['layers']} layers, T {t}")
+            axes.errorbar(x, y, error, fmt="o" if t == "0" else "s", capsize=3, label=f"{called(pair).lower()}, T {t}")
             for k, a, b in zip(kinds, x, y, strict=True):
                 axes.annotate(k, (a, b), fontsize=7, xytext=(4, 3), textcoords="offset points")
     axes.axhline(0, color="grey", linewidth=0.8)
@@ -257,7 +285,7 @@ def plots(out, folder):
     figure.tight_layout()
     figure.savefig(folder / "potential.png", dpi=110)
     plt.close(figure)
-    titles = {name: f"{pair['layers']} layers, greedy" for name, pair in out["pairs"].items()} | {"shipped": "the embedded pair, greedy"}
+    titles = {name: f"{called(pair)}, greedy" for name, pair in out["pairs"].items()} | {"shipped": "the embedded pair, greedy"}
     for name, pair in {**out["pairs"], **({"shipped": out["shipped"]} if "shipped" in out else {})}.items():
         if "measures" not in pair:
             continue
@@ -273,7 +301,7 @@ def plots(out, folder):
 
 def card(name, pair, out):
     """A model card of one of the pair that differs by carry alone; every number comes from study.json."""
-    m, s = pair["measures"]["0"], out["settings"]
+    m, s = pair["measures"]["0"], pair["settings"]
     carries = name == "carryover"
     seed = min(c["seed"] for c in pair["cells"].values())
     key = f"{name}_{seed} {'on' if carries else 'off'}"
@@ -315,6 +343,7 @@ def main(argv=None):
     out = json.loads(arguments.study.read_text())
     for pair in out["pairs"].values():
         pair.setdefault("prompts", out.get("prompts"))
+        pair.setdefault("settings", out.get("settings"))
     folder = arguments.out.with_suffix("")
     if not arguments.no_plots:
         try:
