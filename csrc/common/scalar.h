@@ -13,6 +13,10 @@
 
 namespace carryover_kernels {
 
+enum class Elem : int { f32, bf16, f16, e4m3, e5m2 };
+
+CK_HD int64_t elem_size(Elem type) { return type == Elem::f32 ? 4 : type == Elem::bf16 || type == Elem::f16 ? 2 : 1; }
+
 CK_HD float bits_to_float(uint32_t bits) {
   float value;
   memcpy(&value, &bits, 4);

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "../common/split_planner.h"
+#include "../common/elem.h"
 #include "carryover_kernels/ops.h"
-#include "elem.h"
 #include "key_list.h"
 #include "workers.h"
 

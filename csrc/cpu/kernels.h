@@ -5,11 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../common/scalar.h"
+
 namespace carryover_kernels {
-
-enum class Elem : int { f32, bf16, f16, e4m3, e5m2 };
-
-inline int64_t elem_size(Elem type) { return type == Elem::f32 ? 4 : type == Elem::bf16 || type == Elem::f16 ? 2 : 1; }
 
 // Rows that one attention part carries through all its keys: 16 block rows times 4 heads.
 constexpr int64_t kRowTile = 64;

@@ -1,6 +1,7 @@
 // markov_sample on the CPU. Steps follow each other; within a step W2 is read once for all requests, cut over the vocabulary.
+#include "../common/elem.h"
+#include "../common/arguments.h"
 #include "carryover_kernels/ops.h"
-#include "elem.h"
 #include "isa.h"
 #include "rows.h"
 
@@ -110,53 +111,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cpu::markov_sample(
     std::optional<Tensor> confidence_weight, std::optional<Tensor> confidence_bias, std::optional<Tensor> draft_to_target,
     std::optional<Tensor> temperature, std::optional<Tensor> seeds, std::optional<Tensor> offsets, bool return_logits,
     bool return_probs) {
-  Checker check("markov_sample");
-  check.tensor("base_logits", base_logits, "R N V", kActivations, Layout::last_contiguous);
-  check.at_least("base_logits' vocabulary", base_logits.size(2), 1);
-  check.tensor("anchor_tokens", anchor_tokens, "R", kInt64, Layout::contiguous);
-  check.one_of("head", head, {"none", "vanilla", "gated", "rnn"});
-  const Dtypes weights = markov_w1 ? Dtypes{markov_w1->scalar_type()} : kActivations;
-  if (head == "none") {
-    check.require(!markov_w1, "markov_w1 is given with head 'none', must be None");
-    check.require(!markov_w2, "markov_w2 is given with head 'none', must be None");
-  } else {
-    check.require(markov_w1.has_value(), "markov_w1 is None, must be given with head '" + head + "'");
-    check.require(markov_w2.has_value(), "markov_w2 is None, must be given with head '" + head + "'");
-    check.tensor("markov_w1", markov_w1, "Vt r", kActivations, Layout::contiguous);
-    check.tensor("markov_w2", markov_w2, "V r", weights, Layout::contiguous);
-  }
-  const bool wide = head == "gated" || head == "rnn";
-  check.require(
-      hidden.has_value() || !(wide || confidence_weight),
-      "hidden is None, must be given with a gated or rnn head or a confidence head");
-  check.tensor("hidden", hidden, "R N H", kActivations, Layout::last_contiguous);
-  const int64_t r = check.size("r"), h = check.size("H");
-  if (wide) {
-    check.require(head_weight.has_value(), "head_weight is None, must be given with head '" + head + "'");
-    check.bind("head_rows", head == "gated" ? r : 3 * r);
-    check.bind("head_columns", head == "gated" ? h + r : 2 * r + h);
-    check.tensor("head_weight", head_weight, "head_rows head_columns", weights, Layout::contiguous);
-    check.tensor("head_bias", head_bias, "head_rows", kFloat32, Layout::contiguous);
-  } else {
-    check.require(!head_weight, "head_weight is given with head '" + head + "', must be None");
-  }
-  if (confidence_weight) {
-    check.tensor("confidence_weight", confidence_weight, "1 width", kFloat32, Layout::contiguous);
-    const int64_t width = check.size("width");
-    check.require(width == h || width == h + r, [&] {
-      return "confidence_weight has " + std::to_string(width) + " columns, must have " + std::to_string(h) + " (hidden) or " +
-          std::to_string(h + r) + " (hidden and markov_w1 row)";
-    });
-  }
-  check.tensor("confidence_bias", confidence_bias, "1", kFloat32, Layout::contiguous);
-  check.tensor("draft_to_target", draft_to_target, "V", kInt64, Layout::contiguous);
-  check.tensor("temperature", temperature, "R", kFloat32, Layout::contiguous);
-  if (temperature) {
-    check.together({{"temperature", true}, {"seeds", seeds.has_value()}, {"offsets", offsets.has_value()}});
-    check.tensor("seeds", seeds, "R", kInt64, Layout::contiguous);
-    check.tensor("offsets", offsets, "R", kInt64, Layout::contiguous);
-  }
-
+  check_markov_sample(
+      base_logits, anchor_tokens, markov_w1, markov_w2, head, hidden, head_weight, head_bias, confidence_weight, confidence_bias,
+      draft_to_target, temperature, seeds, offsets);
+  const int64_t r = markov_w1 ? markov_w1->size(1) : 0, h = hidden ? hidden->size(2) : 0;
   const int64_t requests = base_logits.size(0), steps = base_logits.size(1), vocab = base_logits.size(2);
   auto floats = [&](bool wanted, std::initializer_list<int64_t> shape) {
     const std::vector<int64_t> sizes = wanted ? std::vector<int64_t>(shape) : std::vector<int64_t>{0};

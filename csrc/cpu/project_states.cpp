@@ -2,8 +2,9 @@
 #include <algorithm>
 #include <vector>
 
+#include "../common/arguments.h"
+#include "../common/elem.h"
 #include "carryover_kernels/ops.h"
-#include "elem.h"
 #include "workers.h"
 
 namespace carryover_kernels {
@@ -11,69 +12,6 @@ namespace {
 
 // Rows a pass of the weights serves: their packed states stay in the last cache level, and longer prompts take more passes.
 constexpr int64_t kRowsAPass = 256;
-
-void check_arguments(
-    const Tensor& states, const std::optional<Tensor>& fc_weight, const Tensor& kv_weight, const std::optional<Tensor>& kv_bias,
-    const std::optional<Tensor>& k_norm_weight, const std::optional<Tensor>& mark, const std::optional<Tensor>& mark_kv,
-    const Tensor& rope_table, const Tensor& row_cache_slot, const Tensor& row_carry_slot, const Tensor& row_position,
-    const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cache, const std::optional<Tensor>& carry_k,
-    const std::optional<Tensor>& carry_v, double norm_eps, double k_norm_eps, bool share_kv, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
-  Checker check("project_states");
-  check.tensor("states", states, "T F", kActivations, Layout::last_contiguous);
-  const Dtypes same = {states.scalar_type()};
-  if (fc_weight) {
-    check.tensor("fc_weight", fc_weight, "H F", same, Layout::contiguous);
-  } else {
-    check.bind("H", states.size(1));
-  }
-  check.tensor("kv_weight", kv_weight, "W H", same, Layout::contiguous);
-  check.tensor("kv_bias", kv_bias, "W", kFloat32, Layout::contiguous);
-  const int64_t layers = static_cast<int64_t>(k_cache.size());
-  check.require(layers >= 1, "k_cache has 0 layers, must have at least 1");
-  check.require(v_cache.size() == k_cache.size(), [&] {
-    return "v_cache has " + std::to_string(v_cache.size()) + " layers, must have " + std::to_string(layers) + " as k_cache has";
-  });
-  check.bind("L", layers);
-  if (k_cache[0].dim() == 4) {
-    check.bind("Hkv", k_cache[0].size(2));
-    check.bind("D", k_cache[0].size(3));
-    const int64_t sources = share_kv ? 1 : 2, wanted = layers * sources * k_cache[0].size(2) * k_cache[0].size(3);
-    check.require(kv_weight.size(0) == wanted, [&] {
-      return "kv_weight has " + std::to_string(kv_weight.size(0)) + " rows, must have " + std::to_string(wanted) + ": L * " +
-             std::to_string(sources) + " * Hkv * D";
-    });
-  }
-  check.tensor("k_norm_weight", k_norm_weight, "L D", kFloat32, Layout::contiguous);
-  check.tensor("mark", mark, "H", kFloat32, Layout::contiguous);
-  check.tensor("mark_kv", mark_kv, "W", kFloat32, Layout::contiguous);
-  check.require(!mark || !mark_kv, "mark_kv is given beside mark, must be None: the mark has one place");
-  check.tensor("rope_table", rope_table, "max_position rotary_dim", kFloat32, Layout::contiguous);
-  check.tensor("row_cache_slot", row_cache_slot, "T", kInt64, Layout::contiguous);
-  check.tensor("row_carry_slot", row_carry_slot, "T", kInt64, Layout::contiguous);
-  check.tensor("row_position", row_position, "T", kInt64, Layout::contiguous);
-  for (int64_t layer = 0; layer < layers; ++layer) {
-    const std::string index = "[" + std::to_string(layer) + "]";
-    check.tensor("k_cache" + index, k_cache[layer], "pages page Hkv D", kCaches, Layout::last_contiguous);
-    check.tensor("v_cache" + index, v_cache[layer], "pages page Hkv D", {k_cache[0].scalar_type()}, Layout::last_contiguous);
-    check.require(k_cache[layer].scalar_type() == k_cache[0].scalar_type(), [&] {
-      return "k_cache" + index + " has dtype torch." + dtype_name(k_cache[layer].scalar_type()) + ", must be torch." +
-             dtype_name(k_cache[0].scalar_type()) + " as k_cache[0] is";
-    });
-  }
-  const int64_t rotary_dim = rope_table.size(1), head_dim = check.size("D");
-  check.require(rotary_dim % 2 == 0 && rotary_dim > 0 && rotary_dim <= head_dim, [&] {
-    return "rope_table has " + std::to_string(rotary_dim) + " columns, must be even and at most the head dim " + std::to_string(head_dim);
-  });
-  check.together({{"carry_k", carry_k.has_value()}, {"carry_v", carry_v.has_value()}});
-  if (carry_k) {
-    check.tensor("carry_k", carry_k, "L slots C Hkv D", kActivations, Layout::last_contiguous);
-    check.tensor("carry_v", carry_v, "L slots C Hkv D", {carry_k->scalar_type()}, Layout::last_contiguous);
-  }
-  check.finite_and_not_negative("norm_eps", norm_eps);
-  check.finite_and_not_negative("k_norm_eps", k_norm_eps);
-  check.tensor("k_scale", k_scale, "L", kFloat32, Layout::contiguous);
-  check.tensor("v_scale", v_scale, "L", kFloat32, Layout::contiguous);
-}
 
 }  // namespace
 
@@ -83,7 +21,7 @@ void cpu::project_states(
     Tensor row_position, std::vector<Tensor> k_cache, std::vector<Tensor> v_cache, std::optional<Tensor> carry_k,
     std::optional<Tensor> carry_v, double norm_eps, double k_norm_eps, bool neox, bool share_kv, bool v_norm, bool rope_parity,
     std::optional<Tensor> k_scale, std::optional<Tensor> v_scale) {
-  check_arguments(
+  check_project_states(
       states, fc_weight, kv_weight, kv_bias, k_norm_weight, mark, mark_kv, rope_table, row_cache_slot, row_carry_slot, row_position,
       k_cache, v_cache, carry_k, carry_v, norm_eps, k_norm_eps, share_kv, k_scale, v_scale);
 

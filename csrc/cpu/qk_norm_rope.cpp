@@ -1,9 +1,9 @@
 // qk_norm_rope on the CPU: checks and threads. The arithmetic is in qk_norm_rope_tile.h.
 #include <tuple>
 
+#include "../common/elem.h"
 #include "carryover_kernels/ops.h"
 #include "../common/arguments.h"
-#include "elem.h"
 #include "workers.h"
 
 namespace carryover_kernels {

@@ -25,12 +25,16 @@ inline cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// `blocks` blocks of `threads` threads; none is no launch.
+// `blocks` blocks of `threads` threads with `shared` bytes of shared memory; none is no launch.
 template <class Params>
-void launch(void (*kernel)(Params), int64_t blocks, int threads, const Tensor& on, const Params& params) {
+void launch(void (*kernel)(Params), int64_t blocks, int threads, const Tensor& on, const Params& params, int shared = 0) {
   if (blocks == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(on.get_device());
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, current_stream(on.get_device())>>>(params);
+  if (shared > 48 * 1024) {  // more than a kernel may have unasked
+    const cudaError_t refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    STD_TORCH_CHECK(refused == cudaSuccess, "a kernel cannot have ", shared, " bytes of shared memory: ", cudaGetErrorString(refused));
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, shared, current_stream(on.get_device())>>>(params);
   const cudaError_t error = cudaGetLastError();
   STD_TORCH_CHECK(error == cudaSuccess, "a kernel did not start: ", cudaGetErrorString(error));
 }
@@ -38,9 +42,9 @@ void launch(void (*kernel)(Params), int64_t blocks, int threads, const Tensor& o
 #define CARRYOVER_CUDA_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m)
 
 template <class Params>
-void launch(void (*kernel)(Params), int64_t blocks, int threads, const Tensor&, const Params& params) {
+void launch(void (*kernel)(Params), int64_t blocks, int threads, const Tensor&, const Params& params, int shared = 0) {
   if (blocks == 0) return;
-  simt::launch({static_cast<unsigned>(blocks)}, static_cast<unsigned>(threads), 0, [&] { kernel(params); });
+  simt::launch({static_cast<unsigned>(blocks)}, static_cast<unsigned>(threads), static_cast<size_t>(shared), [&] { kernel(params); });
 }
 #endif
 

@@ -5,15 +5,19 @@
 
 #if defined(__CUDACC__)
 #define CK_DEVICE static inline __device__
+#define CK_METHOD __device__
 #define CK_KERNEL static __global__
 #define CK_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define CK_UNROLL _Pragma("unroll")
+#define CK_ROLLED _Pragma("unroll 1")
 #else
 #include "simt.h"
 #define CK_DEVICE [[maybe_unused]] static inline
+#define CK_METHOD
 #define CK_KERNEL [[maybe_unused]] static
 #define CK_BOUNDS(threads, blocks)
 #define CK_UNROLL
+#define CK_ROLLED
 #endif
 
 namespace carryover_kernels {

@@ -22,8 +22,10 @@ SLICE = {
     "clear_carry": ("",),
     "qk_norm_rope": ("qwen3-f32", "gemma4-bf16", "partial_interleaved-f16", "positions_outside_the_table-bf16"),
     "verify_draft": ("padding-f32", "greedy_ties_lowest_id-bf16", "removed_tokens-f16", "bad_drafts_block-f32", "vocabulary_4099-bf16"),
+    "markov_sample": ("gated-f32", "rnn-bf16", "padding_sampled-f16", "anchor_outside_the_table-bf16", "vocabulary_1003-f32"),
+    "project_states": ("every_kind_of_row-f32", "whole_tiles-bf16", "share_kv_mark_after_norm-f16", "cache_fp8_e4m3-bf16", "odd_sizes-bf16"),
 }  # fmt: skip
-KERNELS = {"plan_round": 1, "carry_to_pages": 1, "clear_carry": 1, "qk_norm_rope": 3, "verify_draft": 14}
+KERNELS = {"plan_round": 1, "carry_to_pages": 1, "clear_carry": 1, "qk_norm_rope": 3, "verify_draft": 14, "markov_sample": 3, "project_states": 15}
 ARCHITECTURES = ("80", "90a", "100a")
 
 

@@ -1,8 +1,8 @@
 // PyTorch's dtypes as the kernels' element types.
 #pragma once
 
-#include "../common/check.h"
-#include "kernels.h"
+#include "check.h"
+#include "scalar.h"
 
 namespace carryover_kernels {
 
