@@ -43,17 +43,21 @@ def called(pair):
 
 
 def summary(out):
-    """One sentence a pair: the main contrast, greedy."""
+    """One sentence a pair: the main contrast."""
     lines = []
     for name, pair in out["pairs"].items():
         if "measures" not in pair or "carryover on / none off" not in pair["measures"]["0"]["contrasts"]:
             continue
         c = pair["measures"]["0"]["contrasts"]["carryover on / none off"]
         base = pair["measures"]["0"]["acceptance_length"]["base off"]["all"]
+        sampled = pair["measures"].get("0.7", {}).get("contrasts", {}).get("carryover on / none off")
+        sampled = f", at temperature 0.7 {interval(sampled['all'])}" if sampled else ""
+        seeds = sorted({cell["seed"] for cell in pair["cells"].values()})
+        how = f"{pair['settings']['steps']} steps a cell, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
         aim = "" if c["all"]["gain"] >= 0.065 else " It is below the +6.5 % that the paper reports as its smallest mean gain."
         lines.append(
             f"- **{called(pair)}** (baseline's acceptance length {base:.2f}): the "
-            f"acceptance length with carried states {verdict(c)}: {interval(c['all'])}.{aim}"
+            f"acceptance length with carried states {verdict(c)}: {interval(c['all'])}{sampled} ({how}).{aim}"
         )
     if "shipped" in out:
         told = ", ".join(f"{interval(m['contrasts']['carryover on / none off']['all'])} " + ("greedily" if t == "0" else f"at temperature {t}")
