@@ -216,4 +216,48 @@ inline void check_project_states(
   check.tensor("v_scale", v_scale, "L", kFloat32, Layout::contiguous);
 }
 
+inline void check_block_attention(
+    const Tensor& q, const Tensor& k_block, const Tensor& v_block, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
+    const Tensor& seq_lens, const MaybeTensor& carry_k, const MaybeTensor& carry_v,
+    const MaybeTensor& carry_lens, const MaybeTensor& carry_slot_ids, const MaybeTensor& block_start,
+    const MaybeTensor& carry_positions, std::optional<double> scale, int64_t window_left, int64_t window_right,
+    const MaybeTensor& sinks, double softcap, const MaybeTensor& k_scale, const MaybeTensor& v_scale, int64_t num_splits) {
+  Checker check("block_attention");
+  check.tensor("q", q, "R B Hq D", kActivations, Layout::last_contiguous);
+  const Dtypes same = {q.scalar_type()};
+  check.tensor("k_block", k_block, "R Bk Hkv D", same, Layout::last_contiguous);
+  const int64_t rows = q.size(1), key_rows = k_block.size(1), q_heads = q.size(2), kv_heads = k_block.size(2);
+  check.require(key_rows == 0 || key_rows == rows, [&] {
+    return "k_block has " + std::to_string(key_rows) + " rows a request, must have " + std::to_string(rows) + " as q has, or 0";
+  });
+  check.require(kv_heads > 0 && q_heads % kv_heads == 0, [&] {
+    return "k_block has " + std::to_string(kv_heads) + " heads, must divide the " + std::to_string(q_heads) + " heads of q";
+  });
+  check.tensor("v_block", v_block, "R Bk Hkv D", same, Layout::last_contiguous);
+  check.tensor("k_cache", k_cache, "pages page Hkv D", kCaches, Layout::last_contiguous);
+  check.tensor("v_cache", v_cache, "pages page Hkv D", {k_cache.scalar_type()}, Layout::last_contiguous);
+  check.at_least("k_cache's page size", k_cache.size(1), 1);
+  check.tensor("block_table", block_table, "R P", kInt32, Layout::last_contiguous);
+  check.tensor("seq_lens", seq_lens, "R", kInt32, Layout::contiguous);
+  check.together(
+      {{"carry_k", carry_k.has_value()}, {"carry_v", carry_v.has_value()}, {"carry_lens", carry_lens.has_value()},
+       {"carry_slot_ids", carry_slot_ids.has_value()}});
+  if (carry_k) {
+    check.tensor("carry_k", carry_k, "slots C Hkv D", kActivations, Layout::last_contiguous);
+    check.tensor("carry_v", carry_v, "slots C Hkv D", {carry_k->scalar_type()}, Layout::last_contiguous);
+    check.tensor("carry_lens", carry_lens, "slots", kInt32, Layout::contiguous);
+    check.tensor("carry_slot_ids", carry_slot_ids, "R", kInt32, Layout::contiguous);
+  }
+  check.tensor("block_start", block_start, "R", kInt64, Layout::contiguous);
+  check.tensor("carry_positions", carry_positions, "slots C", kInt64, Layout::contiguous);
+  if (scale) check.finite("scale", *scale);
+  check.at_least("window_left", window_left, -1);
+  check.at_least("window_right", window_right, -1);
+  check.tensor("sinks", sinks, "Hq", kFloat32, Layout::contiguous);
+  check.finite_and_not_negative("softcap", softcap, " (0 = off)");
+  check.tensor("k_scale", k_scale, "1", kFloat32);
+  check.tensor("v_scale", v_scale, "1", kFloat32);
+  check.at_least("num_splits", num_splits, 0);
+}
+
 }  // namespace carryover_kernels

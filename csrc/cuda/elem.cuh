@@ -56,8 +56,29 @@ CK_DEVICE void load_chunk(float (&x)[8], const T* row, int64_t first, int64_t co
   for (int j = 0; j < 8; ++j) x[j] = first + j < count ? value_of(row[first + j]) : otherwise;
 }
 
+struct Fp8 {  // of e4m3 or e5m2
+  uint8_t bits;
+};
+
+// e4m3 has no infinity: 0x7f is NaN. e5m2 is f16 cut to 8 bits.
+CK_DEVICE float value_of(Fp8 x, Elem type) {
+  if (type == Elem::e5m2) return float16_value(static_cast<uint16_t>(x.bits << 8));
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80) << 24, size = x.bits & 0x7f;
+  if (size == 0x7f) return bits_to_float(sign | 0x7fc00000);
+  if (size < 8) {  // subnormal: multiples of 2^-9
+    const float value = static_cast<float>(size) * 0.001953125f;
+    return sign ? -value : value;
+  }
+  return bits_to_float(sign | ((size << 20) + (120u << 23)));
+}
+
 // The same of a tensor whose type only the launch knows; a warp agrees on it.
 CK_DEVICE void load_chunk(float (&x)[8], const void* row, Elem type, int64_t first, int64_t count, float otherwise) {
+  if (type == Elem::e4m3 || type == Elem::e5m2) {
+    CK_UNROLL
+    for (int j = 0; j < 8; ++j) x[j] = first + j < count ? value_of(static_cast<const Fp8*>(row)[first + j], type) : otherwise;
+    return;
+  }
   if (type == Elem::f32) load_chunk(x, static_cast<const float*>(row), first, count, otherwise);
   else if (type == Elem::bf16) load_chunk(x, static_cast<const BFloat16*>(row), first, count, otherwise);
   else load_chunk(x, static_cast<const Float16*>(row), first, count, otherwise);
@@ -96,10 +117,6 @@ CK_DEVICE void store_chunk(T* row, int64_t first, int64_t count, const float (&x
     if (first + j < count) row[first + j] = nearest(x[j], T{});
 }
 
-struct Fp8 {  // of e4m3 or e5m2
-  uint8_t bits;
-};
-
 // To the nearest even; fp8 saturates at its largest finite value.
 CK_DEVICE Fp8 nearest_fp8(float x, Elem type) {
   const int kept = type == Elem::e4m3 ? 3 : 2, bias = type == Elem::e4m3 ? 7 : 15, cut = 23 - kept;
@@ -124,6 +141,12 @@ CK_DEVICE void store_chunk(void* row, Elem type, int64_t first, int64_t count, c
   CK_UNROLL
   for (int j = 0; j < 8; ++j)
     if (first + j < count) static_cast<Fp8*>(row)[first + j] = nearest_fp8(x[j], type);
+}
+
+CK_DEVICE void store_one(void* row, Elem type, int64_t i, float x) {
+  if (type == Elem::f32) static_cast<float*>(row)[i] = x;
+  else if (type == Elem::bf16) static_cast<BFloat16*>(row)[i] = nearest(x, BFloat16{});
+  else static_cast<Float16*>(row)[i] = nearest(x, Float16{});
 }
 
 CK_DEVICE void* element_at(void* values, Elem type, int64_t i) { return static_cast<char*>(values) + i * elem_size(type); }

@@ -38,6 +38,13 @@ void launch(void (*kernel)(Params), int64_t blocks, int threads, const Tensor& o
   const cudaError_t error = cudaGetLastError();
   STD_TORCH_CHECK(error == cudaSuccess, "a kernel did not start: ", cudaGetErrorString(error));
 }
+// Blocks that the device keeps busy at once, two an SM: what a split over keys is planned for.
+inline int64_t workers(const Tensor& on) {
+  int count = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, on.get_device());
+  STD_TORCH_CHECK(error == cudaSuccess, "the device does not tell its number of SMs: ", cudaGetErrorString(error));
+  return 2 * count;
+}
 #else
 #define CARRYOVER_CUDA_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(carryover_kernels, CPU, m)
 
@@ -46,6 +53,8 @@ void launch(void (*kernel)(Params), int64_t blocks, int threads, const Tensor&, 
   if (blocks == 0) return;
   simt::launch({static_cast<unsigned>(blocks)}, static_cast<unsigned>(threads), static_cast<size_t>(shared), [&] { kernel(params); });
 }
+
+inline int64_t workers(const Tensor&) { return 8; }
 #endif
 
 // Scratch memory of one call, from PyTorch's caching allocator, cut into pieces of 4-byte elements; sound until the call's kernels have run,

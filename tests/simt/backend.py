@@ -26,7 +26,7 @@ def build(folder: pathlib.Path, seen=(), told=()) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{SHIM}", "-isystem", cpp_extension.include_paths()[0], "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     sources = {ROOT / "csrc" / "cuda" / f"{op}.cu": list(seen) for op in OPS}
-    sources |= {SHIM / "copies.cpp": list(seen), SHIM / "simt.cpp": list(told)}
+    sources |= {ROOT / "csrc" / "common" / "split_planner.cpp": [], SHIM / "copies.cpp": list(seen), SHIM / "simt.cpp": list(told)}
 
     def compiled(source):
         to = folder / f"{source.stem}.o"
